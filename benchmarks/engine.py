@@ -67,11 +67,11 @@ def quickstart_step(policy: str | None, *, batch_size: int | None = None) -> Cal
             optimizer.zero_grad()
 
         return plain
-    planned = nc.plan(task.model, recipe.precision.policy, hardware=nc.probe("cpu"))
+    planned = nc.plan(task.model, recipe.precision.policy, hardware=nc.detect_hardware("cpu"))
     run = prepare_recipe(recipe, task, plan=planned)
 
     def ours() -> None:
-        with run.compute():
+        with run.autocast():
             loss = task.loss(task.model, batch)
         run.step(loss)
 
@@ -203,7 +203,7 @@ def bench_memory() -> list[Row]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
         run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy)
-        with run.compute():
+        with run.autocast():
             loss = F.mse_loss(model(torch.randn(8, 1024)), torch.zeros(8, 1024))
         run.step(loss)
         held = run.stats().bytes

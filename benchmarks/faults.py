@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import DataSection, FaultSection, Recipe, Section
 from narrowcast.errors import DivergedError
-from narrowcast.hardware import probe
+from narrowcast.hardware import detect_hardware
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.plan.roles import ROLES
@@ -192,20 +192,20 @@ def recipe_of(case: Case) -> Recipe:
         workload="lm",
         steps=fault.step + AFTERWARDS,
         batch_size=16,
-        accumulate=case.accumulate,
+        gradient_accumulation_steps=case.accumulate,
         seed=case.seed,
         data=DataSection(),
         model=Section(),
         optimizer={"lr": 1e-3},
         # Low enough for no step to overflow by itself.
         precision={"policy": case.policy, "loss_scale": {"init_scale": 1024.0}},
-        faults=(FaultSection(**vars(fault)),),
+        fault_injection=(FaultSection(**vars(fault)),),
     )
 
 
 def tried(case: Case) -> Result:
     task, recipe = task_of(case.model, seed=case.seed), recipe_of(case)
-    planned = make_plan(task.model, case.policy, hardware=probe("cpu"))
+    planned = make_plan(task.model, case.policy, hardware=detect_hardware("cpu"))
     prepared = prepare_recipe(recipe, task, plan=planned)
     records: list[Record] = []
     result = Result(case=case)
@@ -225,7 +225,7 @@ def tried(case: Case) -> Result:
 
 
 def weights(prepared: Prepared) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in prepared.full_weights().items()}
+    return {name: value.detach().clone() for name, value in prepared.fp32_state_dict().items()}
 
 
 def is_visible(case: Case, task: Task, prepared: Prepared) -> bool:
@@ -239,7 +239,7 @@ def is_visible(case: Case, task: Task, prepared: Prepared) -> bool:
         for number in range(1, case.accumulate + 1):
             batch = task.train_data.__getitems__(order.indices(first + number - 1))
             with faults.during(number):
-                with prepared.compute():
+                with prepared.autocast():
                     loss = task.loss(prepared.model, batch)
                 prepared.backward(loss / case.accumulate)
             found.append(loss.detach())

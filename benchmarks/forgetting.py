@@ -43,7 +43,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from narrowcast.runs import describe_machine
 from narrowcast.workloads.sft.data.prepare import prepare_data
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.data.templates import template_of
+from narrowcast.workloads.sft.data.templates import select_template
 from narrowcast.workloads.sft.ica import ICA, Freeze, Masks, functional_networks
 from narrowcast.workloads.sft.judge.exact_match import exact_match
 from narrowcast.workloads.sft.judge.forgetting import Accuracies
@@ -175,7 +175,7 @@ class Study:
         torch.set_num_threads(1)
         self.steps, self.data = steps, data
         self.tokenizer = stories_tokenizer(data / "lm_stories260K")
-        self.template = template_of("basic", self.tokenizer, instruction_template=TEMPLATE)
+        self.template = select_template("basic", self.tokenizer, instruction_template=TEMPLATE)
         text = (data / "text/tinystories_head.txt").read_text(encoding="utf-8")
         stories = [part.strip() for part in text.split("<|endoftext|>")]
         if len(stories) == 1:  # one newline between stories, a blank line between paragraphs

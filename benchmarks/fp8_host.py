@@ -135,17 +135,17 @@ def measure_blocks(policy: str, width: int, *, profiled: bool) -> dict[str, Any]
     model = blocks(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     # Whatever gains: what is asked here is what each costs.
-    plan = nc.plan(model, policy, hardware=nc.probe("cuda"), only_faster=False)
+    plan = nc.plan(model, policy, hardware=nc.detect_hardware("cuda"), skip_slow_fp8=False)
     run = nc.prepare(model, optimizer, policy=plan)
     ids = torch.randint(0, 1024, (16, 1024), device="cuda")
 
     def passes() -> None:
-        with run.compute():
+        with run.autocast():
             loss = model(input_ids=ids).last_hidden_state.float().square().mean()
         run.backward(loss)
 
     for _ in range(2):  # scales are decided by a step
-        with run.compute():
+        with run.autocast():
             loss = model(input_ids=ids).last_hidden_state.float().square().mean()
         run.step(loss)
     host = microseconds(passes)
@@ -171,17 +171,17 @@ def chain_step(policy: str, *, compiled: bool) -> Callable[[], Any]:
     model = nn.Sequential(*[layer for pair in pairs for layer in pair]).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     # Captured, so that no layer is left out for the host whose time is asked here.
-    run = nc.prepare(model, optimizer, policy=policy, running="captured")
+    run = nc.prepare(model, optimizer, policy=policy, execution="graphed")
     forward = torch.compile(model) if compiled else model
     x = torch.randn(256, 1024, device="cuda")
 
     def passes() -> None:
-        with run.compute():
+        with run.autocast():
             loss = forward(x).float().square().mean()
         run.backward(loss)
 
     for _ in range(2):  # scales are decided by a step
-        with run.compute():
+        with run.autocast():
             loss = forward(x).float().square().mean()
         run.step(loss)
     return passes

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import narrowcast as nc
-from narrowcast.precision.kept import KeptLayer
+from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 from narrowcast.runs import describe_machine
 
 NOT_COUNTED = 5
@@ -78,7 +78,7 @@ def built(shape: Shape, device: str) -> nn.Module:
 
 def base_bytes(model: nn.Module) -> int:
     tensors = [p for p in model.parameters() if not p.requires_grad]
-    scales = [m.weight_scale for m in model.modules() if isinstance(m, KeptLayer)]
+    scales = [m.weight_scale for m in model.modules() if isinstance(m, QuantizedFrozenLayer)]
     return sum(t.nbytes for t in [*tensors, *scales])
 
 
@@ -88,10 +88,12 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     on_gpu = device == "cuda"
     model = built(shape, device)
     if products is not None:
-        nc.keep_frozen(model, products=products)
+        nc.quantize_frozen(model, products=products)
     policy = ("bf16" if on_gpu else "fp32") + exception
     rows = shape.rows * shape.length
-    plan = nc.plan(model, policy, hardware=nc.probe(device), gemm_rows=rows, only_faster=False)
+    plan = nc.plan(
+        model, policy, hardware=nc.detect_hardware(device), gemm_rows=rows, skip_slow_fp8=False
+    )
     trained = [p for p in model.parameters() if p.requires_grad]
     run = nc.prepare(model, torch.optim.AdamW(trained, lr=1e-3), policy=plan)
     if options.compile:
@@ -113,14 +115,14 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "base_bytes": base_bytes(model),
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "loss": float(loss),
-        "layers": sorted({m.reason for m in plan.modules if m.kept}),
+        "layers": sorted({m.reason for m in plan.modules if m.frozen}),
     }
 
 
 def timed_step(run: Any, model: nn.Module, batch: Tensor, on_gpu: bool) -> tuple[Tensor, float]:
     clock = time.perf_counter if on_gpu else time.process_time
     begin = clock()
-    with run.compute():
+    with run.autocast():
         loss: Tensor = model(input_ids=batch, labels=batch).loss
     run.step(loss)
     if on_gpu:
@@ -160,7 +162,7 @@ def losses(options: argparse.Namespace) -> dict[str, Any]:
         name: m.weight.clone() for name, m in model.named_modules() if isinstance(m, nn.Linear)
     }
     before = loss_on(model, options)
-    found = nc.keep_frozen(model)
+    found = nc.quantize_frozen(model)
     by_kind: dict[str, list[tuple[float, float, float]]] = {}
     for name, kept in found.items():
         weight = weights[name]

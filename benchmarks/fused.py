@@ -93,7 +93,7 @@ def step_of(way: Way, *, compiled: bool) -> tuple[Callable[[], Tensor], list[str
     our_model = torch.compile(model) if compiled else model
 
     def our_step() -> Tensor:
-        with run.compute():
+        with run.autocast():
             loss = our_model(input_ids=ids, labels=ids).loss
         run.step(loss)
         return loss.detach()

@@ -41,7 +41,7 @@ SHAPES = {
 QUICK = {"hyena 32x1, 4x64": ("hyena", 32, 1, 64, 4)}
 COMMON = (
     "epochs=none", "eval.every=0", "eval.keep_best=false", "eval.patience=0", "health.every=0",
-    "checkpoint.every=0", "memory.checkpoint=none", "accumulate=1",
+    "checkpoint.every=0", "memory.activation_checkpointing=none", "gradient_accumulation_steps=1",
 )  # fmt: skip
 
 

@@ -137,13 +137,13 @@ def layer_rows() -> list[dict[str, Any]]:
         model = nn.Sequential(*(nn.Linear(FP8_WIDTH, FP8_WIDTH) for _ in range(LAYERS))).cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         # A policy keeps layers in bf16 where fp8 would be slower, and its head: all are wanted.
-        wanted = nc.plan(model, policy, hardware=nc.probe("cuda"), only_faster=False)
+        wanted = nc.plan(model, policy, hardware=nc.detect_hardware("cuda"), skip_slow_fp8=False)
         run = nc.prepare(model, optimizer, policy=wanted)
         native = sum(m.policy.forward == "e4m3" for m in wanted.modules if m.how == "native")
         x = torch.randn(ROWS, FP8_WIDTH, device="cuda")
 
         def passes(run: nc.Prepared = run, model: nn.Module = model, x: Tensor = x) -> None:
-            with run.compute():
+            with run.autocast():
                 loss = model(x).float().square().mean()
             run.backward(loss)
 

@@ -44,7 +44,7 @@ from narrowcast.workloads.sft.ica import (
     networks_from,
 )
 from narrowcast.workloads.sft.ica.study.ablation import Ablation
-from narrowcast.workloads.sft.ica.study.documents import document, inputs_of
+from narrowcast.workloads.sft.ica.study.documents import document, model_inputs
 from narrowcast.workloads.sft.ica.study.scores import Document, score
 
 DATA = Path(__file__).parents[1] / "../shared/data"
@@ -164,7 +164,7 @@ class Heard:
     """The signals of a model on some documents, and the networks of any analysis of them."""
 
     def __init__(self, model: Any, documents: list[Document], *, skip_first: int = 0) -> None:
-        signals = ModelSignals(model, inputs_of(documents), skip_first=skip_first)
+        signals = ModelSignals(model, model_inputs(documents), skip_first=skip_first)
         self.layout = signals.layout
         self._collected = ICA().collect(signals)
 
@@ -342,7 +342,7 @@ def around_the_loudest(
     heard: Heard, model: Any, judged: list[Document], networks: FunctionalNetworks
 ) -> list[dict[str, Any]]:
     """Silence the channel with the largest signal, and then the networks but for that channel."""
-    (rows,) = ModelSignals(model, inputs_of(judged[:1]))
+    (rows,) = ModelSignals(model, model_inputs(judged[:1]))
     layer, channel = divmod(int(rows.abs().amax(0).argmax()), heard.layout.width)
     print(f"loudest: layer {layer}, channel {channel}, {float(rows.abs().max()):.0f}", flush=True)
     others = {

@@ -22,7 +22,7 @@ from narrowcast.runs import describe_machine
 from narrowcast.workloads.sft.ica import ICA, FileSignals
 from narrowcast.workloads.sft.ica.components import whiten
 from narrowcast.workloads.sft.ica.signals import SignalsOn
-from narrowcast.workloads.sft.ica.statistics import statistics_of
+from narrowcast.workloads.sft.ica.statistics import channel_statistics
 from narrowcast.workloads.sft.ica.subspace import Standardised, principal_subspace
 
 
@@ -56,7 +56,7 @@ def walk(file: Path, options: argparse.Namespace) -> dict[str, float]:
     collected = ica.collect(source)
     stages.end("collect: read, bring, look at, store")
     signals = collected.signals
-    statistics = statistics_of(signals)
+    statistics = channel_statistics(signals)
     stages.end("mean and spread")
     standard = Standardised.of(signals, statistics)
     generator = torch.Generator().manual_seed(0)

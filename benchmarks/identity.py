@@ -45,7 +45,11 @@ CASES: dict[str, list[str]] = {
         "precision.loss_scale.max_scale=1e30",
         "precision.loss_scale.init_scale=1e20",
     ],
-    "fp8-row, accumulated": ["precision.policy=fp8-row", "accumulate=2", "batch_size=4"],
+    "fp8-row, accumulated": [
+        "precision.policy=fp8-row",
+        "gradient_accumulation_steps=2",
+        "batch_size=4",
+    ],
     "fp8-block, head fp32": ["precision.policy=fp8-block, head=fp32", "batch_size=4"],
     "bf16, kahan, averaged": ["precision.policy=bf16, params=bf16, master=kahan", "ema.decay=0.9"],
     "bf16, stochastic": ["precision.policy=bf16, params=bf16, master=stochastic"],
@@ -58,7 +62,7 @@ CASES: dict[str, list[str]] = {
         "precision.adapt.enabled=true",
         "precision.adapt.cooldown=5",
         "health.every=5",
-        "faults=[{step: 30, module: blocks.1.mlp.up, role: output, value: inf}]",
+        "fault_injection=[{step: 30, module: blocks.1.mlp.up, role: output, value: inf}]",
     ],
 }
 
@@ -70,7 +74,7 @@ def trained(words: list[str], *, steps: int, device: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "narrowcast", "train", "quickstart", f"steps={steps}"]
         command += [f"device={device}", *words, "--out", str(out), "--quiet"]
         if device != "cpu":  # layers this small gain nothing from fp8 on a GPU, and are to have it
-            command += ["deterministic=true", "precision.only_faster=false"]
+            command += ["deterministic=true", "precision.skip_slow_fp8=false"]
         subprocess.run(command, check=True)
         weights = hashlib.sha256()
         for name, tensor in sorted(load_file(out / "model.safetensors").items()):

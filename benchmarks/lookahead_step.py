@@ -72,7 +72,7 @@ class Trained:
         self.graphed: GraphedStep | None = None
 
     def loss(self) -> Tensor:
-        with self.run.compute():
+        with self.run.autocast():
             loss: Tensor = self.model(*self.batch)
         return loss
 
@@ -88,7 +88,7 @@ class Trained:
         self.graphed([self.batch], None, passes=self.passes, launch=self.launch)
 
     def passes(self, batches: Sequence[Any]) -> Tensor:
-        with self.run.compute():
+        with self.run.autocast():
             loss: Tensor = self.model(*batches[0])
         self.prepared.backward(loss)
         return loss.detach()

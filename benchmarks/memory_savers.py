@@ -42,14 +42,14 @@ from narrowcast.runs import describe_machine
 POLICY = "bf16, params=bf16, master=split"
 NARROWCAST: dict[str, dict[str, Any]] = {
     "none": {},
-    "blocks": {"checkpoint": "blocks"},
-    "selective": {"checkpoint": "selective"},
+    "blocks": {"activation_checkpointing": "blocks"},
+    "selective": {"activation_checkpointing": "selective"},
     "optimizer": {"offload": ["optimizer"]},
     "activations": {"offload": ["activations"]},
-    "blocks+activations": {"checkpoint": "blocks", "offload": ["activations"]},
-    "blocks+optimizer": {"checkpoint": "blocks", "offload": ["optimizer"]},
-    "selective+optimizer": {"checkpoint": "selective", "offload": ["optimizer"]},
-    "blocks+both": {"checkpoint": "blocks", "offload": ["optimizer", "activations"]},
+    "blocks+activations": {"activation_checkpointing": "blocks", "offload": ["activations"]},
+    "blocks+optimizer": {"activation_checkpointing": "blocks", "offload": ["optimizer"]},
+    "selective+optimizer": {"activation_checkpointing": "selective", "offload": ["optimizer"]},
+    "blocks+both": {"activation_checkpointing": "blocks", "offload": ["optimizer", "activations"]},
 }
 TORCH = ("torch", "torch checkpoint", "torch save_on_cpu")
 

@@ -71,7 +71,7 @@ def step_of(
         run = nc.prepare(model, optimizer, policy=policy, clip_norm=1.0)
 
         def ours() -> None:
-            with run.compute():
+            with run.autocast():
                 loss = model(**batch).loss
             run.step(loss)
 

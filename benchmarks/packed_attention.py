@@ -25,7 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from narrowcast.kernels.attention import packed
-from narrowcast.kernels.attention.packed import Tiling, packed_attention
+from narrowcast.kernels.attention.packed import AttentionTiling, packed_attention
 from narrowcast.runs import describe_machine
 from narrowcast.workloads.sft.attention import conversation_bounds
 from sft_contenders.settings import SHAPES, packed_rows
@@ -33,7 +33,7 @@ from sft_contenders.settings import SHAPES, packed_rows
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of heads before tokens, to tokens before heads."""
 TILES = [
-    Tiling(*each)
+    AttentionTiling(*each)
     for each in [
         (128, 64, 8, 3),
         (128, 64, 8, 2),

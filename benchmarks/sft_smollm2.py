@@ -33,8 +33,8 @@ def main() -> None:
     options = parser.parse_args()
     words = [
         f"model.path={options.model}", f"data.path={options.items}", f"steps={options.steps}",
-        "data.max_seq_length=256", "batch_size=2", "eval.every=0", "judge.samples=2",
-        "judge.max_new_tokens=32", "health.every=0", "device=cpu",
+        "data.max_seq_length=256", "batch_size=2", "eval.every=0", "eval_tasks.samples=2",
+        "eval_tasks.max_new_tokens=32", "health.every=0", "device=cpu",
     ]  # fmt: skip
     before = _held_out_loss(words)
     began = time.perf_counter()

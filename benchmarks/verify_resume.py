@@ -54,8 +54,8 @@ SIZES = {
         'sites.names=["blocks.*.mlp.up"]',
         "sites.components=8",
     ],
-    "decompose/*": ["batch_size=32", "judge.pgd_steps=2"],
-    "genomics/*": ["epochs=null", "batch_size=2", "accumulate=1", "eval.every=24"],
+    "decompose/*": ["batch_size=32", "eval_tasks.pgd_steps=2"],
+    "genomics/*": ["epochs=null", "batch_size=2", "gradient_accumulation_steps=1", "eval.every=24"],
     "sft/tiny": BY_MODEL,
     "sft/*": [*BY_MODEL, "data.max_seq_length=64"],
 }
@@ -163,7 +163,7 @@ def _needed_files(scratch: Path, recipes: list[str]) -> dict[str, list[str]]:
 
 def _checked(recipe: str, way: str, words: list[str], folder: Path, *, seed: int) -> Case:
     from narrowcast.errors import NarrowcastError
-    from narrowcast.training.checkpoints.checkpoint import latest, step_of
+    from narrowcast.training.checkpoints.checkpoint import checkpoint_step, latest
     from narrowcast.training.checkpoints.verify import difference_between
 
     began = time.perf_counter()
@@ -176,7 +176,7 @@ def _checked(recipe: str, way: str, words: list[str], folder: Path, *, seed: int
         chosen = random.Random(f"{seed} {recipe} {way}").randint(EVERY, STEPS * 3 // 4)
         killed_after = _killed([*train, "resumed"], folder, after=chosen)
         checkpoint = latest(folder / "resumed/checkpoints")
-        resumed_from = 0 if checkpoint is None else step_of(checkpoint)
+        resumed_from = 0 if checkpoint is None else checkpoint_step(checkpoint)
         _run(["resume", "resumed", "--quiet"], folder)
         verdict = difference_between(folder / "straight", folder / "resumed") or "equal"
     except (_FailedError, NarrowcastError) as error:

@@ -87,7 +87,7 @@ def step_walk(policy: str) -> Walk:
     x, y = torch.randn(8, 32), torch.randint(0, 16, (8,))
     walk = Walk()
     for number in range(5):
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(net(x), y)
         if number < 4:  # the first ones settle what is decided once
             run.step(loss)
@@ -99,7 +99,7 @@ def step_walk(policy: str) -> Walk:
 
 def trainer_walk() -> Walk:
     # Through the command line, so that the script runs on any version of the code.
-    from narrowcast.cli.entry import exit_code_of
+    from narrowcast.cli.entry import run_command
     from narrowcast.runs import RunFolder, StepRecord
 
     walk = Walk(without=("numerics/",))
@@ -116,7 +116,7 @@ def trainer_walk() -> Walk:
     try:
         with tempfile.TemporaryDirectory() as folder:
             words = ["steps=6", "health.every=5", "batch_size=2", "--out", f"{folder}/run", "-q"]
-            assert exit_code_of(["train", "quickstart", *words]) == 0
+            assert run_command(["train", "quickstart", *words]) == 0
     finally:
         RunFolder.write = write  # type: ignore[method-assign]
     return walk

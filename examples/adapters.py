@@ -19,14 +19,14 @@ else:  # a small one that needs no download
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, vocab_size=256))
 model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
 
-kept = nc.keep_frozen(model)  # one byte a weight, a scale for each row
+kept = nc.quantize_frozen(model)  # one byte a weight, a scale for each row
 print(f"{len(kept)} layers kept in e4m3, the worst with {min(kept.values()):.1f} dB")
 
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 run = nc.prepare(model, optimizer, policy="bf16", clip_norm=1.0)
 text = torch.arange(64).repeat(4, 1)  # something that can be learnt
 for step in range(40):
-    with run.compute():
+    with run.autocast():
         loss = model(input_ids=text, labels=text).loss
     run.backward(loss)
     run.step()
@@ -34,5 +34,5 @@ for step in range(40):
         print(f"step {step}: loss {loss.item():.3f}")
 
 run.release()
-nc.widen_frozen(model)  # plain layers again, with what e4m3 kept of them
+nc.dequantize_frozen(model)  # plain layers again, with what e4m3 kept of them
 model.merge_and_unload()

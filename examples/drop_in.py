@@ -27,12 +27,12 @@ accumulate = 2
 for step in range(60):
     for rows in torch.randint(0, 4096, (accumulate, 128)):
         x = inputs[rows] * (float("inf") if step == 30 else 1.0)  # one bad batch
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x), labels[rows])
         run.backward(loss / accumulate)
     outcome = run.step()
     if not outcome.applied:
-        print(f"step {outcome.step} skipped: {outcome.why}")
+        print(f"step {outcome.step} skipped: {outcome.skip_reason}")
 with torch.no_grad():
     accuracy = (model(inputs).argmax(1) == labels).float().mean()
 print(f"accuracy {accuracy:.3f} after {run.steps_applied} of {run.steps_attempted} steps")

@@ -17,10 +17,13 @@ run = nc.train(recipe, out=out)  # raises here if the recipe cannot run; the loo
 for record in run:
     match record:
         case StepRecord(step=step, loss=loss, applied=applied) if step % 20 == 0 or not applied:
-            print(f"step {step}: loss {loss:.3f}" + ("" if applied else f", skipped: {record.why}"))
+            print(
+                f"step {step}: loss {loss:.3f}"
+                + ("" if applied else f", skipped: {record.skip_reason}")
+            )
         case EvalRecord(step=step, metrics=metrics):
             print(f"step {step}: evaluated", {name: round(x, 3) for name, x in metrics.items()})
 run.close()
 
-weights = run.prepared.full_weights()  # every digit that is kept, by name
+weights = run.prepared.fp32_state_dict()  # every digit that is kept, by name
 print(f"{sum(w.numel() for w in weights.values()):,} numbers; the report is {out}/report.html")

@@ -20,12 +20,12 @@ phases = {10: "fp8-delayed", 50: "bf16, params=bf16, master=split"}
 for step in range(60):
     if step in phases:
         planned = nc.plan(model, phases[step], hardware=run.plan.hardware)
-        before = run.full_weights()["0.weight"].clone()
-        for change in run.change(planned):
+        before = run.fp32_state_dict()["0.weight"].clone()
+        for change in run.set_policy(planned):
             print(f"step {step + 1}: {change.module}: {change.before} → {change.after}")
-        assert torch.equal(run.full_weights()["0.weight"], before)  # to the last bit
+        assert torch.equal(run.fp32_state_dict()["0.weight"], before)  # to the last bit
     rows = torch.randint(0, 4096, (128,))
-    with run.compute():
+    with run.autocast():
         loss = F.cross_entropy(model(inputs[rows]), labels[rows])
     run.step(loss)
 with torch.no_grad():

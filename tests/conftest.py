@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import narrowcast.kernels
-from narrowcast.hardware.trial import Trial, default_store, keep_trials
+from narrowcast.hardware.trial import CpuTrial, default_store, keep_trials
 
 GPU = torch.cuda.is_available()
 KERNELS = Path(__file__).parent / "kernels"
@@ -34,7 +34,7 @@ if not GPU:
 # tests see one that takes too long for it, and emulate. Those of trials have stores of their own.
 CACHE = Path(tempfile.gettempdir()) / f"narrowcast-tests-{getpass.getuser()}"
 os.environ["XDG_CACHE_HOME"] = str(CACHE)
-keep_trials(default_store(), dict.fromkeys(("bf16", "fp16"), Trial(died=False, slowdown=90.0)))
+keep_trials(default_store(), dict.fromkeys(("bf16", "fp16"), CpuTrial(died=False, slowdown=90.0)))
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, which some are about.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

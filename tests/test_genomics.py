@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.genomics import (
     DomainAdaptation,
     FineTuner,
@@ -35,7 +35,7 @@ SMALL = {
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_every_fine_tuner_is_a_recipe_of_its_task(tuner, tmp_path):
     made = tuner(out=tmp_path)
-    recipe = load_recipe(f"genomics/{made.recipe}", made.words).recipe
+    recipe = load_recipe(f"genomics/{made.recipe}", made.overrides).recipe
     assert recipe.section(Objective).task == tuner.recipe
     assert recipe.precision.task == tuner.task
 
@@ -47,7 +47,7 @@ def test_settings_by_name_reach_their_section(tmp_path):
         labels=names, backbone="cnn", layerwise_decay=0.5, batch_size=3, label="1",
         **{"optimizer.lr": 1e-5, "data.reverse_complement": True},
     )  # fmt: skip
-    recipe = load_recipe("genomics/variant_effect", tuner.words).recipe
+    recipe = load_recipe("genomics/variant_effect", tuner.overrides).recipe
     data, model = recipe.section(GenomicData), recipe.section(GenomicModelSection)
     assert data.path == str(tmp_path / "my data, x.csv")
     assert (data.test, data.max_length, data.label) == ("t.csv", 512, "1")
@@ -58,12 +58,12 @@ def test_settings_by_name_reach_their_section(tmp_path):
 
 
 def test_a_name_that_two_sections_have_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match=r"data\.reverse_complement or model\.reverse_complement"):
+    with pytest.raises(ConfigError, match=r"data\.reverse_complement or model\.reverse_complement"):
         VariantEffect(out=tmp_path, reverse_complement=True)
 
 
 def test_a_name_that_no_section_has_is_refused_when_it_runs(tmp_path):
-    with pytest.raises(RecipeError, match="did you mean"):
+    with pytest.raises(ConfigError, match="did you mean"):
         VariantEffect(out=tmp_path / "r", max_lenght=5).run()
 
 
@@ -129,7 +129,7 @@ def test_what_is_told_of_precision_is_what_the_records_say(overflown):
 
 
 def tuner_model(tuner):
-    recipe = load_recipe(f"genomics/{tuner.recipe}", tuner.words).recipe
+    recipe = load_recipe(f"genomics/{tuner.recipe}", tuner.overrides).recipe
     return build_task(recipe, device=torch.device("meta")).model
 
 
@@ -168,13 +168,16 @@ def test_a_model_of_somebody_else_is_made_ready_and_learns(tuner, tmp_path):
     prepared = made.optimize_for_task(model, optimizer)
     assert model.body[2].p == tuner.dropout
     # It has no blocks that could be computed again, and that is told.
-    wants = TASKS[tuner.task].checkpoint != "none"
-    assert any("memory.checkpoint" in why for why in made.precision(model).left_out) is wants
+    wants = TASKS[tuner.task].activation_checkpointing != "none"
+    assert (
+        any("memory.activation_checkpointing" in why for why in made.precision(model).left_out)
+        is wants
+    )
     x = torch.randn(64, 8)
     wanted = (x[:, 0] > 0).long()
     losses = []
     for _ in range(30):
-        with prepared.compute():
+        with prepared.autocast():
             loss = nn.functional.cross_entropy(model(x).float(), wanted)
         prepared.step(loss)
         losses.append(loss.item())
@@ -182,5 +185,5 @@ def test_a_model_of_somebody_else_is_made_ready_and_learns(tuner, tmp_path):
 
 
 def test_data_that_is_no_file_is_refused_with_what_to_write(tmp_path):
-    with pytest.raises(RecipeError, match=r"data.path is a dict, .*to_csv\(path, index=False\)"):
+    with pytest.raises(ConfigError, match=r"data.path is a dict, .*to_csv\(path, index=False\)"):
         VariantEffect({"sequence": ["ACGT"]}, out=tmp_path)

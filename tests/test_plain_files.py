@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from narrowcast.plain_files import open_plain, path_of, read_pipe, read_plain, status_of
+from narrowcast.plain_files import expand_path, open_plain, read_pipe, read_plain, stat_or_none
 
 
 def why_not(path, most=100):
@@ -55,18 +55,18 @@ def test_a_name_that_leads_nowhere_says_why(tmp_path, name, why):
     (tmp_path / "dangling").symlink_to("nothing")
     assert why_not(tmp_path / name) == why
     with pytest.raises(OSError):  # noqa: PT011  # its words are tested above
-        status_of(tmp_path / name)
+        stat_or_none(tmp_path / name)
 
 
 def test_a_name_that_nobody_has_is_none(tmp_path):
     (tmp_path / "a").touch()
-    assert status_of(tmp_path / "b") is None
-    assert status_of(tmp_path / "a" / "b") is None
+    assert stat_or_none(tmp_path / "b") is None
+    assert stat_or_none(tmp_path / "a" / "b") is None
 
 
 def test_the_folder_of_no_user_is_a_name_like_any_other():
-    assert str(path_of("~no such user/x")) == "~no such user/x"
-    assert path_of("~/x").is_absolute()
+    assert str(expand_path("~no such user/x")) == "~no such user/x"
+    assert expand_path("~/x").is_absolute()
 
 
 def test_the_target_of_a_link_is_read_where_it_is_a_file(tmp_path):
@@ -131,8 +131,8 @@ BARE = """
 import os, sys, torch
 for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOFOLLOW", "sysconf"):
     delattr(os, name)
-from narrowcast.cli.entry import exit_code_of
-sys.exit(exit_code_of(sys.argv[1:]))
+from narrowcast.cli.entry import run_command
+sys.exit(run_command(sys.argv[1:]))
 """
 
 

@@ -22,7 +22,7 @@ from attacks.oracle import BAD_INPUT, DONE, Found, Verdict, refused
 DECIDING: dict[str, tuple[Any, ...]] = {
     "seed": (1, 12345),
     "batch_size": (1, 3),
-    "accumulate": (2,),
+    "gradient_accumulation_steps": (2,),
     "clip_norm": (None, 0.01),
     "optimizer.name": ("adam",),
     "optimizer.lr": (1.0, 1e-5),
@@ -31,7 +31,7 @@ DECIDING: dict[str, tuple[Any, ...]] = {
     "optimizer.eps": (1e-3,),
     "lr_schedule.name": ("linear", "constant"),
     "lr_schedule.warmup": (0, 50),
-    "lr_schedule.final": (0.9,),
+    "lr_schedule.min_lr_ratio": (0.9,),
     "ema.decay": (0.9,),
     "precision.policy": ("fp16", "fp32"),
     "precision.loss_scale.growth_interval": (1,),
@@ -106,7 +106,7 @@ def another_checkpoint(case: Case) -> Verdict:
     other = case.folder / "other"
     words = [*tiny.RECIPES["bf16"], f"{key}={json.dumps(value)}"]
     if key == "lr_schedule.name":
-        words.append("lr_schedule.final=0")
+        words.append("lr_schedule.min_lr_ratio=0")
     command = case.start("train", *words, "--out", other)
     watch_until(command, lambda: steps_of(other) >= STOPPED_AFTER)
     command.kill()

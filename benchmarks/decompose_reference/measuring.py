@@ -10,7 +10,7 @@ import torch
 
 from decompose_reference.cases import Case
 
-QUIET = ("eval.every=0", "health.every=0", "decomposition.warmup_steps=0", "judge.pgd_steps=0")
+QUIET = ("eval.every=0", "health.every=0", "decomposition.warmup_steps=0", "eval_tasks.pgd_steps=0")
 """What is no part of a step."""
 
 

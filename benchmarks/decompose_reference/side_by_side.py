@@ -93,12 +93,14 @@ def _step(run: Run, decomposition: Decomposition, function: nn.Module, made: Pre
 def _reconstructed(name: str, step: Step, masks: dict[str, Mask]) -> Tensor:
     """Return a term of masks that are given."""
     if name != "layerwise":
-        return step.apart(step.masked([_site_mask(mask) for mask in masks.values()]).output)
+        return step.output_divergence(
+            step.masked([_site_mask(mask) for mask in masks.values()]).output
+        )
     found = []
     for at, mask in enumerate(masks.values()):
         alone: list[SiteMask | None] = [None] * len(masks)
         alone[at] = _site_mask(mask)
-        found.append(step.apart(step.masked(alone).output))
+        found.append(step.output_divergence(step.masked(alone).output))
     return torch.stack(found).mean(0)
 
 

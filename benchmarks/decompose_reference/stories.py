@@ -90,7 +90,7 @@ def taken_apart(
         run = records_of("decompose/lm", [*given, *settings], folder)
         for record in watched(run, told):
             if isinstance(record, StepRecord):
-                steps, losses = record.step, record.parts
+                steps, losses = record.step, record.loss_parts
             elif isinstance(record, EvalRecord):
                 evaluations.append({"step": record.step, **record.metrics})
         found = judged(folder)

@@ -86,7 +86,12 @@ STUDIES = {
     "S4": Study(
         about="TMS 5-2, 8 seeds, 10,000 steps of 1,024: 7 of 8 right on both sites",
         recipe="decompose/tms_5-2",
-        words=("decomposition.seeds=8", "steps=10000", "batch_size=1024", "judge.tolerance=0.1"),
+        words=(
+            "decomposition.seeds=8",
+            "steps=10000",
+            "batch_size=1024",
+            "eval_tasks.tolerance=0.1",
+        ),
         right=_tms,
         share=7 / 8,
         unmasked=1e-5,
@@ -94,21 +99,21 @@ STUDIES = {
     "S6": Study(
         about="TMS 40-10: mean cosine 0.99, norm ratio 0.95 to 1.06, 40 alive",
         recipe="decompose/tms_40-10",
-        words=("steps=10000", "judge.tolerance=0.2"),
+        words=("steps=10000", "eval_tasks.tolerance=0.2"),
         right=_tms_40_10,
         share=1.0,
     ),
     "S7": Study(
         about="TMS 5-2 with an identity layer: 5 + 5 features, and 2 components between",
         recipe="decompose/tms_5-2-id",
-        words=("judge.tolerance=0.2",),
+        words=("eval_tasks.tolerance=0.2",),
         right=_tms_identity,
         share=1.0,
     ),
     "S8": Study(
         about="ResidMLP 1, 20,000 steps of 2,048: error of mlp_in at most 2, 50 ± 2 in mlp_out",
         recipe="decompose/resid_mlp1",
-        words=("steps=20000", "batch_size=2048", "judge.tolerance=0.2"),
+        words=("steps=20000", "batch_size=2048", "eval_tasks.tolerance=0.2"),
         right=_resid_mlp,
         share=1.0,
     ),
@@ -131,7 +136,7 @@ def run_study(
         steps = 0
         for record in run:
             if isinstance(record, StepRecord):
-                steps, losses = record.step, record.parts
+                steps, losses = record.step, record.loss_parts
             elif isinstance(record, EvalRecord):
                 measured = record.metrics
         seconds = time.perf_counter() - began

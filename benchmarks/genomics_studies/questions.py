@@ -285,7 +285,8 @@ _STRUCTURE = Question(
     files="structure",
     settings=(
         *COMMON, "data.alphabet=protein", 'objective.labels=["C","E","H"]', "data.max_length=512",
-        "batch_size=32", "accumulate=1", "epochs=12", "eval.every=300", "eval.keep_best=true",
+        "batch_size=32", "gradient_accumulation_steps=1", "epochs=12", "eval.every=300",
+        "eval.keep_best=true",
         "ema.decay=0.99", "optimizer.weight_decay=0.1",
     ),
     candidates={
@@ -304,7 +305,8 @@ _GENES = Question(
     recipe="genomics/annotation",
     files="genes",
     settings=(
-        *COMMON, 'objective.labels=["intergenic","gene"]', "batch_size=16", "accumulate=1",
+        *COMMON, 'objective.labels=["intergenic","gene"]', "batch_size=16",
+        "gradient_accumulation_steps=1",
         "eval.every=200", "eval.keep_best=true", "ema.decay=0.99", "optimizer.weight_decay=0.1",
         "data.reverse_complement=true", "data.max_length=2048", "epochs=10",
     ),
@@ -324,7 +326,8 @@ _GENERATION = Question(
     recipe="genomics/generation",
     files="generation",
     settings=(
-        *COMMON, "data.max_length=2048", "batch_size=16", "accumulate=1", "eval.every=200",
+        *COMMON, "data.max_length=2048", "batch_size=16", "gradient_accumulation_steps=1",
+        "eval.every=200",
         "eval.keep_best=true", "ema.decay=0.99", "optimizer.weight_decay=0.1",
         "data.reverse_complement=true", "epochs=8",
     ),

@@ -74,7 +74,7 @@ def job_of(
         settings.append(f"precision.policy={policy}")
     if policy.startswith("fp8"):
         # These layers are too small to gain; what fp8 does to the result is the question.
-        settings.append("precision.only_faster=false")
+        settings.append("precision.skip_slow_fp8=false")
     return Job(
         question=question.name,
         study=question.study,

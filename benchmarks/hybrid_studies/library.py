@@ -46,13 +46,13 @@ class Library(Plain):
             return torch.optim.lr_scheduler.LambdaLR(inner, lambda step: way.factor(step, plan))
 
         self.run = nc.hybrid(
-            model, optimizer, steps=plan, preset=preset, scheduler=schedule, stretch=way.stretch,
+            model, optimizer, steps=plan, preset=preset, scheduler=schedule, lr_horizon=way.stretch,
             policy=task.compute, clip_norm=task.clip, **more,
         )  # fmt: skip
 
     def step(self, batch: Pair) -> None:
         """Take one step, as a user of the library writes it."""
-        with self.run.compute():
+        with self.run.autocast():
             loss = self.flat.task.loss(self.run.model(batch[0]), batch[1])
         self.run.step(loss)
         self.taken += 1
@@ -70,14 +70,14 @@ class Library(Plain):
         def measure(batch: Pair) -> Tensor:
             nonlocal passed
             passed += len(batch[0])
-            with self.run.compute():
+            with self.run.autocast():
                 return task.loss(self.run.model(batch[0]), batch[1])
 
         before = readouts.budget
-        self.chosen = self.run.read_out(measure, batches=task.selection_batches()).name
+        self.chosen = self.run.select_weights(measure, batches=task.selection_batches()).name
         readouts.budget = before
         self.chosen_for = passed / task.batch / 3
-        found = self.run.answer_weights()
+        found = self.run.eval_state_dict()
         # By parameters: a state has a shared weight twice, and buffers besides.
         names = [name for name, _ in self.run.model.named_parameters()]
         return {"now": torch.cat([found[name].flatten() for name in names])}

@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.precision.plan.fusing import lines_of
+from narrowcast.precision.plan.fusing import piece_lines
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.step.stepping import Stepper
 from narrowcast.workloads import load_recipe
-from narrowcast.workloads.sft.attention import conversation_bounds, keep_conversations_apart
+from narrowcast.workloads.sft.attention import conversation_bounds, separate_conversations
 from sft_contenders.clock import Clock
 from sft_contenders.settings import CLIP_NORM, LR, Shape, adapted, built_model
 
@@ -55,11 +55,11 @@ def run_ours(
     how = OURS[name]
     on_gpu = device != "cpu"
     model = built_model(shape, tune, device)
-    keep_conversations_apart(model)
+    separate_conversations(model)
     model = adapted(model) if tune == "lora" else model
     model.train()
     if how.kept is not None:
-        nc.keep_frozen(model, products=how.kept)
+        nc.quantize_frozen(model, products=how.kept)
     policy = f"{how.policy}, {SPLIT}" if tune == "full" else how.policy
     words = {
         "precision.policy": policy if on_gpu else "fp32",
@@ -86,7 +86,7 @@ def run_ours(
     plan = nc.plan(
         model,
         recipe.precision.policy,
-        hardware=nc.probe(device),
+        hardware=nc.detect_hardware(device),
         gemm_rows=shape.tokens,
         fuse=how.fuse,
     )
@@ -105,7 +105,7 @@ def run_ours(
         "update": prepared.update_path,
         "captured": step.captured,
         "skipped": counts.skipped,
-        "fused": list(lines_of(plan.fused)),
+        "fused": list(piece_lines(plan.fused)),
     }
 
 

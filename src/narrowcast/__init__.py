@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.config.workload import Workload as Workload
     from narrowcast.hardware import Hardware as Hardware
-    from narrowcast.hardware import probe as probe
+    from narrowcast.hardware import detect_hardware as detect_hardware
+    from narrowcast.health.diagnose.diagnosis import Diagnosis as Diagnosis
     from narrowcast.health.diagnose.explain import explain as explain
-    from narrowcast.health.diagnose.verdict import Verdict as Verdict
-    from narrowcast.health.watch import watch as watch
+    from narrowcast.health.monitor import monitor as monitor
     from narrowcast.precision.fused.linear_cross_entropy import (
         linear_cross_entropy as linear_cross_entropy,
     )
@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.step.outcome import Outcome as Outcome
     from narrowcast.precision.step.prepare import prepare as prepare
     from narrowcast.precision.step.prepared import Prepared as Prepared
-    from narrowcast.precision.weights.frozen_base import keep_frozen as keep_frozen
-    from narrowcast.precision.weights.frozen_base import widen_frozen as widen_frozen
+    from narrowcast.precision.weights.frozen_base import dequantize_frozen as dequantize_frozen
+    from narrowcast.precision.weights.frozen_base import quantize_frozen as quantize_frozen
     from narrowcast.precision.weights.lookahead import Lookahead as Lookahead
     from narrowcast.runner.report_sections import write_run_report as write_report  # noqa: F401
     from narrowcast.runner.run import Run as Run
@@ -44,8 +44,8 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.runs import TaskInfo as TaskInfo
     from narrowcast.strategies.hybrid.loop import HybridRun as HybridRun
     from narrowcast.strategies.hybrid.loop import hybrid as hybrid
-    from narrowcast.training.checkpoints.data_identity import digest_of as digest_of
-    from narrowcast.training.task import HeldOut as HeldOut
+    from narrowcast.training.checkpoints.data_identity import fingerprint as fingerprint
+    from narrowcast.training.task import EvalBatches as EvalBatches
     from narrowcast.training.task import Hook as Hook
     from narrowcast.training.task import LossParts as LossParts
     from narrowcast.training.task import ParameterGroup as ParameterGroup
@@ -57,7 +57,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "PRESETS": "precision.plan.presets",
     "Hardware": "hardware",
-    "HeldOut": "training.task",
+    "EvalBatches": "training.task",
     "Hook": "training.task",
     "HybridRun": "strategies.hybrid.loop",
     "Lookahead": "precision.weights.lookahead",
@@ -77,13 +77,13 @@ _HOMES = {
     "Task": "training.task",
     "TaskInfo": "runs",
     "TaskPrecision": "precision.plan.tasks",
-    "Verdict": "health.diagnose.verdict",
+    "Diagnosis": "health.diagnose.diagnosis",
     "Workload": "config.workload",
     "apply_task": "precision.plan.tasks",
-    "digest_of": "training.checkpoints.data_identity",
+    "fingerprint": "training.checkpoints.data_identity",
     "explain": "health.diagnose.explain",
     "hybrid": "strategies.hybrid.loop",
-    "keep_frozen": "precision.weights.frozen_base",
+    "quantize_frozen": "precision.weights.frozen_base",
     "linear_cross_entropy": "precision.fused.linear_cross_entropy",
     "load_recipe": "workloads",
     "optimal_precision": "precision.plan.tasks",
@@ -91,11 +91,11 @@ _HOMES = {
     "plan_recipe": "runner.run",
     "policy": "precision.plan.presets:policy_from",
     "prepare": "precision.step.prepare",
-    "probe": "hardware",
+    "detect_hardware": "hardware",
     "resume": "runner.run",
     "train": "runner.run",
-    "watch": "health.watch",
-    "widen_frozen": "precision.weights.frozen_base",
+    "monitor": "health.monitor",
+    "dequantize_frozen": "precision.weights.frozen_base",
     "write_report": "runner.report_sections:write_run_report",
 }
 """Every public name, the module it lives in, and what it is called there if not the same."""

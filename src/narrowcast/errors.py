@@ -11,11 +11,11 @@ class NarrowcastError(Exception):
     exit_code: ClassVar[int] = 2
 
 
-class RecipeError(NarrowcastError):
+class ConfigError(NarrowcastError, ValueError):
     """A recipe, an override, a policy or a file it names is not usable as written."""
 
 
-class UnsupportedError(NarrowcastError):
+class UnsupportedError(NarrowcastError, NotImplementedError):
     """What was asked is meaningful, but not on this machine or in this version."""
 
     exit_code = 3

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from narrowcast.config.section import Section
-from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.hardware import probe
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.hardware import detect_hardware
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.memory import Memory, plan_memory
 from narrowcast.precision.plan.tasks import TaskPrecision, optimal_precision
@@ -76,7 +76,7 @@ class FineTuner:
         files["model.path"] = base
         for key, file in files.items():
             if file is not None and not isinstance(file, str | Path):
-                raise RecipeError(
+                raise ConfigError(
                     f"{key} is a {type(file).__name__}, and files are read; write it to one, of "
                     "pandas with frame.to_csv(path, index=False), and give its path"
                 )
@@ -85,13 +85,13 @@ class FineTuner:
         self.settings |= {_key(name): value for name, value in settings.items()}
 
     @property
-    def words(self) -> list[str]:
+    def overrides(self) -> list[str]:
         """Its settings as the command line takes them."""
         return [f"{key}={_text(value)}" for key, value in self.settings.items()]
 
     def run(self) -> Run:
         """Return the run, ready to be iterated over: every record as it comes."""
-        return train(f"genomics/{self.recipe}", self.words, out=self.out)
+        return train(f"genomics/{self.recipe}", self.overrides, out=self.out)
 
     def fine_tune(self, on_record: Callable[[Record], None] | None = None) -> dict[str, float]:
         """Train to the end, and return the last evaluation; `on_record` is told of every record."""
@@ -120,15 +120,20 @@ class FineTuner:
 
         What would save memory and the model cannot have is left out, and `left_out` says why.
         """
-        hardware = probe(str(next(model.parameters()).device))
+        hardware = detect_hardware(str(next(model.parameters()).device))
         size = sum(parameter.numel() for parameter in model.parameters())
         chosen = optimal_precision(self.task, size, hardware)
-        memory = Memory(checkpoint=chosen.checkpoint, offload=chosen.offload)
+        memory = Memory(
+            activation_checkpointing=chosen.activation_checkpointing, offload=chosen.offload
+        )
         try:
             plan_memory(model, memory, hardware=hardware, sizes={})
-        except (RecipeError, UnsupportedError) as error:
-            why = (*chosen.left_out, f"memory.checkpoint={chosen.checkpoint}: {error}")
-            return replace(chosen, checkpoint="none", offload=(), left_out=why)
+        except (ConfigError, UnsupportedError) as error:
+            why = (
+                *chosen.left_out,
+                f"memory.activation_checkpointing={chosen.activation_checkpointing}: {error}",
+            )
+            return replace(chosen, activation_checkpointing="none", offload=(), left_out=why)
         return chosen
 
     def optimize_for_task(
@@ -142,14 +147,16 @@ class FineTuner:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = self.dropout
-        given: dict[str, Any] = {"policy": chosen.policy, "clip_norm": chosen.clip_norm}
+        inputs: dict[str, Any] = {"policy": chosen.policy, "clip_norm": chosen.clip_norm}
         if chosen.policy == "fp16":
-            given["loss_scale"] = LossScale(growth_interval=chosen.growth_interval)
-        if chosen.offload or chosen.checkpoint != "none":
-            given["memory"] = Memory(checkpoint=chosen.checkpoint, offload=chosen.offload)
+            inputs["loss_scale"] = LossScale(growth_interval=chosen.growth_interval)
+        if chosen.offload or chosen.activation_checkpointing != "none":
+            inputs["memory"] = Memory(
+                activation_checkpointing=chosen.activation_checkpointing, offload=chosen.offload
+            )
         if optimizer is None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
-        return prepare(model, optimizer, **{**given, **more})
+        return prepare(model, optimizer, **{**inputs, **more})
 
 
 class GenomeAnnotation(FineTuner):
@@ -193,8 +200,8 @@ def _key(name: str) -> str:
         return name
     homes = [section for section, kind in SECTIONS.items() if name in kind.model_fields]
     if len(homes) > 1:
-        words = " or ".join(f"{section}.{name}" for section in homes)
-        raise RecipeError(f"{name}: there are two settings of that name; write {words}")
+        terms = " or ".join(f"{section}.{name}" for section in homes)
+        raise ConfigError(f"{name}: there are two settings of that name; write {terms}")
     return f"{homes[0]}.{name}" if homes else name
 
 

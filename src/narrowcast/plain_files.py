@@ -36,7 +36,7 @@ _KINDS = (
 )
 
 
-def path_of(text: str | Path) -> Path:
+def expand_path(text: str | Path) -> Path:
     """Return the path that `text` means; ~ is the user's folder, unless there is no such user."""
     try:
         return Path(text).expanduser()
@@ -44,7 +44,7 @@ def path_of(text: str | Path) -> Path:
         return Path(text)
 
 
-def status_of(path: Path) -> os.stat_result | None:
+def stat_or_none(path: Path) -> os.stat_result | None:
     """Return what `path` leads to, or None where nothing has that name.
 
     A link that leads nowhere, or in a circle, is there and cannot be read.
@@ -110,9 +110,9 @@ def _status(path: Path, *, follow: bool) -> os.stat_result:
         raise OSError(errno.EINVAL, "no file has a zero byte in its name") from error
 
 
-def _require_file(found: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = next((text for is_so, text in _KINDS if is_so(found.st_mode)), "it is not a file")
+def _require_file(result: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(result.st_mode):
+        kind = next((text for is_so, text in _KINDS if is_so(result.st_mode)), "it is not a file")
         raise OSError(errno.EINVAL, kind, str(path))
 
 

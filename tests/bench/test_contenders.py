@@ -4,7 +4,7 @@ import pytest
 
 from narrowcast.bench.contenders import PEERS, Contender, select_baseline, select_contenders
 from narrowcast.bench.peers import BUILDERS
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 
 def selected(*, peers="none", policies="none"):
@@ -17,7 +17,7 @@ def test_policies_are_separated_by_bars_and_keep_their_commas():
 
 
 def test_misspelt_peer_gets_a_suggestion():
-    with pytest.raises(RecipeError, match="Did you mean torch-fp32"):
+    with pytest.raises(ConfigError, match="Did you mean torch-fp32"):
         selected(peers="torch-fp23")
 
 
@@ -26,7 +26,7 @@ def test_all_selects_every_peer():
 
 
 def test_no_contender_at_all_raises():
-    with pytest.raises(RecipeError, match="--peers and --policies are both none"):
+    with pytest.raises(ConfigError, match="--peers and --policies are both none"):
         selected()
 
 
@@ -47,7 +47,7 @@ def test_a_baseline_is_named_by_peer_or_by_policy():
     contenders = selected(peers="torch-fp32", policies="bf16")
     assert select_baseline(contenders, "bf16") is contenders[1]
     assert select_baseline(contenders, "torch-fp32") is contenders[0]
-    with pytest.raises(RecipeError, match="no contender is called 'fp16'"):
+    with pytest.raises(ConfigError, match="no contender is called 'fp16'"):
         select_baseline(contenders, "fp16")
 
 

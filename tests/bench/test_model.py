@@ -37,12 +37,12 @@ def test_an_untrained_model_guesses_evenly(tiny):
 
 
 def test_tokens_of_all_micro_batches_count(tiny):
-    recipe = load_recipe(tiny, ["accumulate=3"]).recipe
+    recipe = load_recipe(tiny, ["gradient_accumulation_steps=3"]).recipe
     assert set_up(recipe).work == {"tokens": 3 * 2 * 16}
 
 
 def test_any_task_is_measured_on_its_own_data_in_its_own_unit(waves):
-    bench = set_up(waves(accumulate=2))
+    bench = set_up(waves(gradient_accumulation_steps=2))
     assert bench.work == {"series": 8}
     x, y = bench.batches[0]
     assert x.shape == (4, 16)

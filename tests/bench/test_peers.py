@@ -21,7 +21,11 @@ def losses(build, recipe):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_ours_learns_a_language_model_as_plain_torch_does(accumulate, tiny):
-    words = [f"accumulate={accumulate}", "lr_schedule.name=cosine", "lr_schedule.warmup=2"]
+    words = [
+        f"gradient_accumulation_steps={accumulate}",
+        "lr_schedule.name=cosine",
+        "lr_schedule.warmup=2",
+    ]
     recipe = load_recipe(tiny, words).recipe
     expected = losses(lambda bench: build_torch(bench, compute="fp32"), recipe)
     assert expected[-1] != expected[0]
@@ -33,7 +37,7 @@ def test_ours_learns_a_language_model_as_plain_torch_does(accumulate, tiny):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_ours_learns_any_task_as_plain_torch_does(accumulate, waves):
-    recipe = waves(accumulate=accumulate)
+    recipe = waves(gradient_accumulation_steps=accumulate)
     expected = losses(lambda bench: build_torch(bench, compute="fp32"), recipe)
     assert expected[-1] != expected[0]
     # AdamW may turn the last bit of a gradient into a whole update, as above.

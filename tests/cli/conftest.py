@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowcast.cli.entry import exit_code_of
-from narrowcast.training.checkpoints.checkpoint import step_of
+from narrowcast.cli.entry import run_command
+from narrowcast.training.checkpoints.checkpoint import checkpoint_step
 from narrowcast.training.checkpoints.verify import difference_between
 
 
@@ -37,7 +37,7 @@ def narrowcast(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
 
     def run(*words: object) -> Ended:
         capsys.readouterr()
-        code = exit_code_of([str(word) for word in words])
+        code = run_command([str(word) for word in words])
         return Ended(code, *capsys.readouterr())
 
     return run
@@ -77,7 +77,7 @@ def resumed_halfway(
         ended = narrowcast("train", *words, *saving, "--out", tmp_path / "straight")
         assert (ended.code, ended.err) == (0, "")
         saved = sorted((tmp_path / "straight/checkpoints").iterdir())
-        return resumed_from(tmp_path / "straight", step_of(saved[len(saved) // 2 - 1]))
+        return resumed_from(tmp_path / "straight", checkpoint_step(saved[len(saved) // 2 - 1]))
 
     return train
 

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from narrowcast.cli.entry import exit_code_of
-from narrowcast.report.live.watched import Cursor, Watched
+from narrowcast.cli.entry import run_command
+from narrowcast.report.live.watched import Cursor, WatchedRun
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs pipes and links")
 
@@ -31,7 +31,7 @@ def runs(tmp_path_factory):
     folders = [tmp_path_factory.mktemp("runs") / name for name in ("one", "other")]
     for seed, folder in enumerate(folders):
         words = ["train", *SMALL, f"seed={seed}", "-q", "--out", str(folder)]
-        assert exit_code_of(words) == 0
+        assert run_command(words) == 0
     return folders
 
 
@@ -60,8 +60,8 @@ def try_all(folder, other, *, resume=True):
     """Let every command read a folder; return their exit codes."""
     words = [["report", folder], ["compare", folder, other, "--json"]]
     words += [["resume", folder, "-q"]] if resume else []
-    codes = {each[0]: exit_code_of([str(word) for word in each]) for each in words}
-    _, news = Watched(folder).since(Cursor())
+    codes = {each[0]: run_command([str(word) for word in each]) for each in words}
+    _, news = WatchedRun(folder).since(Cursor())
     assert json.dumps(news)
     assert set(codes.values()) <= {0, 2}
     return codes
@@ -140,7 +140,7 @@ def test_a_part_of_a_checkpoint_that_no_run_saves_is_refused_by_name(damaged, ca
     described = json.loads(file.read_text())
     described["state"][part] = value
     write_state(file, described)
-    assert exit_code_of(["resume", str(damaged), "-q"]) == 2
+    assert run_command(["resume", str(damaged), "-q"]) == 2
     said = capsys.readouterr().err
     named = {"prepared": "the state of the model of the checkpoint"}.get(part, part)
     assert named in said or "there is no tensor none" in said or f"{part} is not" in said
@@ -169,7 +169,7 @@ def test_a_value_in_a_checkpoint_that_no_run_saves_is_refused_by_name(
     described = json.loads(file.read_text())
     described["state"][part][key] = value
     write_state(file, described)
-    assert exit_code_of(["resume", str(copied), "-q"]) == 2
+    assert run_command(["resume", str(copied), "-q"]) == 2
     said = capsys.readouterr().err
     assert "step-000002 is not the state of a run" in said
     assert f"{part}: {key} is not" in said
@@ -189,7 +189,7 @@ def test_a_value_in_a_checkpoint_that_no_run_saves_is_refused_by_name(
 def test_a_malformed_description_of_a_checkpoint_is_refused(damaged, capsys, spoilt):
     file = damaged / "checkpoints" / "step-000002" / "state.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **spoilt}))
-    assert exit_code_of(["resume", str(damaged), "-q"]) == 2
+    assert run_command(["resume", str(damaged), "-q"]) == 2
     said = capsys.readouterr().err
     assert str(file) in said
     assert "step-000001 is whole" in said

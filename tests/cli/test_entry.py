@@ -22,8 +22,8 @@ def test_help_names_every_verb(narrowcast):
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["recipes"], ["schema"]])
 def test_what_needs_no_torch_does_not_import_it(words):
     script = (
-        "import sys; from narrowcast.cli.entry import exit_code_of; "
-        f"assert exit_code_of({words!r}) == 0; "
+        "import sys; from narrowcast.cli.entry import run_command; "
+        f"assert run_command({words!r}) == 0; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
@@ -31,8 +31,8 @@ def test_what_needs_no_torch_does_not_import_it(words):
 
 def test_a_misspelt_setting_is_answered_without_torch():
     script = (
-        "import sys; from narrowcast.cli.entry import exit_code_of; "
-        "assert exit_code_of(['train', 'quickstart', 'stesp=3']) == 2; "
+        "import sys; from narrowcast.cli.entry import run_command; "
+        "assert run_command(['train', 'quickstart', 'stesp=3']) == 2; "
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -78,7 +78,7 @@ def test_an_exception_that_is_a_bug_is_not_swallowed(monkeypatch):
 
     monkeypatch.setitem(entry.narrowcast.commands, "broken", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        entry.exit_code_of(["broken"])
+        entry.run_command(["broken"])
 
 
 def test_ctrl_c_before_there_is_a_run_exits_130_without_a_traceback(monkeypatch, narrowcast):
@@ -105,8 +105,8 @@ def test_no_workload_can_take_the_name_of_a_verb():
 
 def test_help_lists_the_command_of_a_workload_without_importing_it():
     script = (
-        "import sys; from narrowcast.cli.entry import exit_code_of; "
-        "assert exit_code_of(['--help']) == 0; "
+        "import sys; from narrowcast.cli.entry import run_command; "
+        "assert run_command(['--help']) == 0; "
         "sys.exit(any('tutorial.command' in name or name == 'pydantic' for name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

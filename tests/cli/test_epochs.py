@@ -27,7 +27,7 @@ def steps_in(tiny, text):
     return lambda epochs: math.ceil(samples * epochs / (64 * 16))
 
 
-WORDS = ("batch_size=64", "accumulate=16")
+WORDS = ("batch_size=64", "gradient_accumulation_steps=16")
 
 
 def resolved(out):
@@ -62,7 +62,9 @@ def test_a_run_is_as_long_as_its_epochs(narrowcast, tiny, text, tmp_path, steps_
 
 
 def test_a_resumed_run_of_epochs_is_the_same_run(resumed_halfway, tiny, text):
-    resumed = resumed_halfway(tiny, text, "epochs=1", "batch_size=64", "accumulate=16", every=5)
+    resumed = resumed_halfway(
+        tiny, text, "epochs=1", "batch_size=64", "gradient_accumulation_steps=16", every=5
+    )
     assert resolved(resumed)["steps"]["origin"] == "epochs"
 
 

@@ -47,7 +47,11 @@ def test_what_is_larger_than_memory_is_refused_with_its_size(narrowcast, tmp_pat
 def test_the_most_of_what_takes_no_memory_can_be_trained(narrowcast, tmp_path):
     most = ["seed=9223372036854775807", "data.prefetch=1024", "lr_schedule.warmup=1000000000"]
     rare = ["checkpoint.every=1000000000", "eval.every=1000000000", "data.eval_windows=1000000000"]
-    scale = ["precision.loss_scale.patience=1000000000", "clip_norm=3e38", "model.rope_base=1e12"]
+    scale = [
+        "precision.loss_scale.max_skipped_steps=1000000000",
+        "clip_norm=3e38",
+        "model.rope_base=1e12",
+    ]
     ended = narrowcast(
         "train", "quickstart", *SMALL, *most, *rare, *scale, "steps=2", "--out", tmp_path / "r"
     )
@@ -133,7 +137,7 @@ def test_sixty_thousand_keys_that_no_recipe_has_are_answered_in_seconds(narrowca
 
 def test_a_number_in_the_place_of_a_word_is_shown_as_it_is_written(narrowcast):
     fault = "{step: 1, module: head, role: output, value: .inf}"
-    ended = narrowcast("plan", "quickstart", f"faults=[{fault}]")
+    ended = narrowcast("plan", "quickstart", f"fault_injection=[{fault}]")
     assert "value needs one of inf, nan, large, bit-flip, got .inf; did you mean inf?" in ended.err
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from narrowcast.cli.entry import exit_code_of
+from narrowcast.cli.entry import run_command
 from narrowcast.cli.view.layer_table import print_plan
-from narrowcast.hardware import probe
+from narrowcast.hardware import detect_hardware
 from narrowcast.runner.assemble import planned
 from narrowcast.workloads import build_task, load_recipe
 
@@ -60,13 +60,15 @@ def test_a_model_larger_than_memory_is_planned_without_allocating_it(finish):
 def test_a_terminal_that_is_ascii_gets_question_marks(tiny, monkeypatch):
     output = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
-    assert exit_code_of(["plan", tiny]) == 0
+    assert run_command(["plan", tiny]) == 0
     assert b"blocks.{0?2}.attn.qkv ?3" in output.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_a_terminal_is_not_overrun_and_sees_every_reason(tiny, width):
-    (only,) = planned(load_recipe("quickstart", ["precision.policy=fp8-row"]).recipe, probe("cpu"))
+    (only,) = planned(
+        load_recipe("quickstart", ["precision.policy=fp8-row"]).recipe, detect_hardware("cpu")
+    )
     console = Console(file=io.StringIO(), width=width, markup=False, highlight=False)
     print_plan(console, only, title="quickstart", every=False)
     shown = console.file.getvalue()

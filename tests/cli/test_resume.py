@@ -143,7 +143,7 @@ def test_a_setting_given_as_it_is_is_no_change(narrowcast, done):
 
 def test_settings_that_decide_no_step_may_change(narrowcast, done):
     words = ["steps=8", "checkpoint.every=3", "checkpoint.keep=9", "eval.every=1", "device=auto"]
-    words += ["data.prefetch=1", "memory.checkpoint=blocks"]
+    words += ["data.prefetch=1", "memory.activation_checkpointing=blocks"]
     assert narrowcast("resume", done, *words).code == 0
     assert {path.name for path in (done / "checkpoints").iterdir()} == {
         f"step-{n:06d}" for n in (2, 4, 6, 8)

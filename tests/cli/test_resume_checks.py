@@ -14,7 +14,7 @@ CUT = ["checkpoint.every=2", "checkpoint.keep=9", "steps=6"]
 DECISIVE = [  # a setting, and what somebody writes into resolved.json instead
     ("seed", 7),
     ("batch_size", 3),
-    ("accumulate", 2),
+    ("gradient_accumulation_steps", 2),
     ("clip_norm", 0.5),
     ("clip_norm", None),
     ("optimizer.lr", 0.5),
@@ -27,7 +27,7 @@ DECISIVE = [  # a setting, and what somebody writes into resolved.json instead
     ("model.rope_base", 77.0),
     ("ema.decay", 0.5),
     ("data.validation_share", 0.3),
-    ("health.verdicts", False),
+    ("health.diagnose", False),
 ]
 
 

@@ -93,7 +93,13 @@ def test_a_recipe_that_is_not_there_is_bad_input(narrowcast):
 
 def test_a_run_that_only_overflows_ends_with_4_and_says_where_to_look(narrowcast, tiny, tmp_path):
     scale = [f"precision.loss_scale.{key}=1e30" for key in ("init_scale", "min_scale", "max_scale")]
-    words = [*scale, "precision.loss_scale.patience=3", "steps=9", "--out", tmp_path / "run"]
+    words = [
+        *scale,
+        "precision.loss_scale.max_skipped_steps=3",
+        "steps=9",
+        "--out",
+        tmp_path / "run",
+    ]
     ended = narrowcast("train", tiny, *words)
     assert ended.code == 4
     assert "3 steps in a row" in ended.err

@@ -23,7 +23,11 @@ def test_a_bad_setting_is_refused_before_anything_runs(narrowcast, tiny):
 
 @pytest.mark.parametrize("again", ["blocks", "selective"])
 def test_a_run_whose_blocks_are_computed_again_resumes_bit_for_bit(resumed_halfway, tiny, again):
-    words = ["precision.policy=fp8-delayed", f"memory.checkpoint={again}", "model.layers=2"]
+    words = [
+        "precision.policy=fp8-delayed",
+        f"memory.activation_checkpointing={again}",
+        "model.layers=2",
+    ]
     resumed_halfway(tiny, *words, every=1)
 
 

@@ -5,7 +5,7 @@ import pytest
 from pydantic import Field
 
 from narrowcast.config import DataSection, LoadedRecipe, Section, Sections, load_recipe
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 ENOUGH = "workload: toy\nsteps: 100\nbatch_size: 4\n"
 
@@ -29,7 +29,7 @@ class ToyModel(Section):
 
 def toy_sections(workload: str) -> Sections:
     if workload != "toy":
-        raise RecipeError(f"no such workload; did you mean toy? got {workload}")
+        raise ConfigError(f"no such workload; did you mean toy? got {workload}")
     return Sections(data=ToyData, model=ToyModel)
 
 
@@ -56,7 +56,7 @@ def refusal(load: Callable[..., LoadedRecipe]) -> Callable[..., str]:
     """Return the message with which a recipe is refused."""
 
     def refusal(*words: str, **given: str | bytes) -> str:
-        with pytest.raises(RecipeError) as caught:
+        with pytest.raises(ConfigError) as caught:
             load(*words, **given)
         return str(caught.value)
 

@@ -4,14 +4,16 @@ import json
 
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads import load_recipe
 
 GOOD = {"step": 4, "module": "head", "role": "output", "value": "inf"}
 
 
 def load(*faults):
-    return load_recipe("quickstart", [f"faults={json.dumps(faults)}"]).recipe.faults
+    return load_recipe(
+        "quickstart", [f"fault_injection={json.dumps(faults)}"]
+    ).recipe.fault_injection
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ def load(*faults):
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named_with_what_to_write(change, said):
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(ConfigError) as refused:
         load(GOOD, {**GOOD, **change})
     text = str(refused.value)
     assert said in text
@@ -39,7 +41,7 @@ def test_a_wrong_field_is_named_with_what_to_write(change, said):
 
 def test_a_missing_field_is_named_and_all_that_is_wrong_is_said_at_once():
     without = {name: value for name, value in GOOD.items() if name != "step"}
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(ConfigError) as refused:
         load({**without, "role": "x"}, 3)
     text = str(refused.value)
     assert "entry 1 has no step; write step: 40 (the step it is put into)" in text
@@ -50,8 +52,8 @@ def test_a_missing_field_is_named_and_all_that_is_wrong_is_said_at_once():
 
 
 def test_what_is_no_list_is_refused_as_that():
-    with pytest.raises(RecipeError, match="needs a list: a mapping with step, module, role"):
-        load_recipe("quickstart", ["faults=3"])
+    with pytest.raises(ConfigError, match="needs a list: a mapping with step, module, role"):
+        load_recipe("quickstart", ["fault_injection=3"])
 
 
 def test_numbers_and_none_are_read_as_in_any_other_setting():
@@ -60,8 +62,8 @@ def test_numbers_and_none_are_read_as_in_any_other_setting():
 
 
 def test_what_is_advised_is_taken_as_it_is_written():
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(ConfigError) as refused:
         load(3)
     advised = str(refused.value).partition("write ")[2]
-    (fault,) = load_recipe("quickstart", [f"faults=[{advised}]"]).recipe.faults
+    (fault,) = load_recipe("quickstart", [f"fault_injection=[{advised}]"]).recipe.fault_injection
     assert (fault.step, fault.module) == (40, "blocks.1.mlp.up")

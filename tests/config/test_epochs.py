@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis.strategies import integers
 
 from narrowcast.config.limits import UNSETTLED
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads import load_recipe
 
 TEXT = "workload: tutorial\nbatch_size: 2\n"
@@ -25,7 +25,7 @@ def recipe(tmp_path):
     samples=integers(1, 200), batch=integers(1, 9), accumulate=integers(1, 5), epochs=integers(1, 4)
 )
 def test_epochs_are_as_many_samples_and_less_than_a_step_more(samples, batch, accumulate, epochs):
-    words = [f"epochs={epochs}", f"batch_size={batch}", f"accumulate={accumulate}"]
+    words = [f"epochs={epochs}", f"batch_size={batch}", f"gradient_accumulation_steps={accumulate}"]
     found = load_recipe("tutorial", words).recipe.for_samples(samples)
     step = batch * accumulate
     assert 0 <= found.steps * step - epochs * samples < step
@@ -76,7 +76,7 @@ def test_the_last_who_says_how_long_a_run_is_is_right(recipe, length, words, ste
     ],
 )
 def test_both_none_and_nonsense_are_refused(recipe, length, words, message):
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         recipe(length, *words)
     assert message in str(caught.value)
 
@@ -85,10 +85,10 @@ def test_what_does_not_fit_so_many_steps_is_said_once_they_are_known(recipe):
     schedule = "precision: {schedule: [{policy: bf16, until: 50}, {policy: fp32}]}"
     found = recipe(f"epochs: 3\n{schedule}").recipe
     assert found.for_samples(100).steps == 150
-    with pytest.raises(RecipeError, match="epochs=3 are 14 steps here: phase 1 would end"):
+    with pytest.raises(ConfigError, match="epochs=3 are 14 steps here: phase 1 would end"):
         found.for_samples(9)
 
 
 def test_more_steps_than_a_run_may_have_are_said(recipe):
-    with pytest.raises(RecipeError, match="a run has 1 to"):
+    with pytest.raises(ConfigError, match="a run has 1 to"):
         recipe("epochs: 1000000").recipe.for_samples(10**9)

@@ -13,8 +13,8 @@ from narrowcast.config import (
     load_recipe,
     recipe_schema,
 )
-from narrowcast.config.section import refuse_conflicts
-from narrowcast.errors import RecipeError
+from narrowcast.config.section import check_conflicts
+from narrowcast.errors import ConfigError
 
 ENOUGH = "workload: toy\nsteps: 100\nbatch_size: 4\n"
 
@@ -31,13 +31,13 @@ class Ica(Section):
     @model_validator(mode="after")
     def _fits(self):
         if self.kept > self.components:
-            refuse_conflicts([(("kept", "components"), f"write kept={self.components}")])
+            check_conflicts([(("kept", "components"), f"write kept={self.components}")])
         return self
 
 
 def sections(workload):
     if workload != "toy":
-        raise RecipeError("did you mean toy?")
+        raise ConfigError("did you mean toy?")
     return Sections(data=DataSection, model=Section, ica=Ica)
 
 
@@ -78,12 +78,12 @@ def test_what_resolved_json_keeps_gives_the_same_recipe_again(load):
     ],
 )
 def test_what_is_wrong_in_it_is_said(load, word, said):
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         load(word)
 
 
 def test_of_an_unknown_workload_nothing_but_its_name_is_wrong(load):
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load("workload=tox", more="ica:\n  components: 7\n")
     assert str(caught.value) == "workload=tox: did you mean toy?"
 

@@ -4,7 +4,7 @@ import pytest
 
 from narrowcast.config import globs
 from narrowcast.config.globs import matching
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.lm.text import read_text
 
 
@@ -39,7 +39,7 @@ def test_a_walk_that_sees_too_much_is_ended_in_words(tree, monkeypatch):
         matching(tree / "**/none-*", most_seen=5)
     assert len(matching(tree / "*", most_seen=7)) == 7
     monkeypatch.setattr(globs.matching, "__kwdefaults__", {"most_seen": 5})
-    with pytest.raises(RecipeError, match=r"look at; write a narrower glob"):
+    with pytest.raises(ConfigError, match=r"look at; write a narrower glob"):
         read_text([f"{tree}/**/none-*"])
 
 

@@ -24,7 +24,7 @@ def test_the_run_folder_needs_the_standard_library_only():
 
 def test_public_modules_are_there_after_one_import():
     code = (
-        "import narrowcast as nc; print(nc.numerics.FP16.largest, nc.errors.RecipeError.exit_code)"
+        "import narrowcast as nc; print(nc.numerics.FP16.largest, nc.errors.ConfigError.exit_code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["65504.0", "2"]

@@ -7,17 +7,19 @@ from hypothesis import strategies as st
 
 from narrowcast.config import from_resolved, load_recipe
 from narrowcast.config.sections import CommonSettings
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 
 
 def test_words_win_over_the_file_and_the_file_over_defaults(load):
     loaded = load("steps=7", more="seed: 5\n")
     recipe = loaded.recipe
-    assert (recipe.steps, recipe.seed, recipe.accumulate) == (7, 5, 1)
-    assert {key: loaded.origins[key] for key in ("steps", "seed", "accumulate")} == {
+    assert (recipe.steps, recipe.seed, recipe.gradient_accumulation_steps) == (7, 5, 1)
+    assert {
+        key: loaded.origins[key] for key in ("steps", "seed", "gradient_accumulation_steps")
+    } == {
         "steps": "command line",
         "seed": "quick.yaml",
-        "accumulate": "default",
+        "gradient_accumulation_steps": "default",
     }
 
 
@@ -39,7 +41,7 @@ def test_a_default_of_a_workloads_section_can_be_another(load):
 
 
 def test_defaults_that_cannot_be_are_refused(load):
-    with pytest.raises(RecipeError, match="a preset: init_scale 65536 is above max_scale 2"):
+    with pytest.raises(ConfigError, match="a preset: init_scale 65536 is above max_scale 2"):
         load().with_defaults({"precision.loss_scale.max_scale": 2.0}, origin="a preset")
 
 
@@ -149,7 +151,7 @@ def test_a_run_is_loaded_again_from_what_it_was_resolved_to(load, sections):
 
 def test_resolved_settings_of_another_version_are_refused_by_name(load, sections):
     resolved = {**load().resolved(), "precision.magic": {"value": 1, "origin": "default"}}
-    with pytest.raises(RecipeError, match=r"resolved.json: precision.magic: no such setting"):
+    with pytest.raises(ConfigError, match=r"resolved.json: precision.magic: no such setting"):
         from_resolved(resolved, sections=sections)
 
 
@@ -227,7 +229,7 @@ def test_no_word_whatsoever_ends_in_anything_but_a_recipe_or_a_refusal(tmp_path,
     path.write_text("workload: toy\nsteps: 100\nbatch_size: 4\n")
     try:
         loaded = load_recipe(path, words, sections=sections)
-    except RecipeError:
+    except ConfigError:
         return
     assert from_resolved(loaded.resolved(), sections=sections).recipe == loaded.recipe
 
@@ -237,5 +239,5 @@ def test_no_word_whatsoever_ends_in_anything_but_a_recipe_or_a_refusal(tmp_path,
 def test_no_file_whatsoever_ends_in_anything_but_a_recipe_or_a_refusal(tmp_path, sections, content):
     path = tmp_path / "quick.yaml"
     path.write_bytes(content)
-    with pytest.raises(RecipeError, match=r"."):
+    with pytest.raises(ConfigError, match=r"."):
         load_recipe(path, sections=sections)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowcast.config.phases import PhaseSection, last_step, misplaced
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads import load_recipe
 
 
@@ -14,7 +14,7 @@ def load(schedule, *words):
 
 
 def problems_of(schedule, *words):
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(ConfigError) as refused:
         load(schedule, *words)
     return str(refused.value)
 

@@ -5,7 +5,7 @@ import pytest
 
 from narrowcast.config.registry import Registry
 from narrowcast.config.workload import Command, Workload
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 
 def made(name, **settings):
@@ -71,7 +71,7 @@ def test_nothing_installed_is_looked_for_where_a_built_in_one_is_asked_for():
 )
 def test_a_broken_one_is_refused_to_whoever_asks_and_breaks_nobody_else(registry, value, said):
     found = registry(Entry("own", value))
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         found.workload("own")
     assert [each.name for each in found.workloads()] == ["base"]
     assert set(found.recipe_files()) == {"own", "own/large", "small"}
@@ -81,7 +81,7 @@ def test_a_broken_one_is_refused_to_whoever_asks_and_breaks_nobody_else(registry
 
 def test_of_two_with_one_name_neither_is_taken(registry):
     found = registry(Entry("own", "shelf:OWN", "one"), Entry("own", "shelf:OWN", "two"))
-    with pytest.raises(RecipeError, match="'own', of one and two; pip uninstall one of them"):
+    with pytest.raises(ConfigError, match="'own', of one and two; pip uninstall one of them"):
         found.workload("own")
 
 
@@ -101,7 +101,7 @@ def test_a_recipe_of_an_installed_workload_bears_its_name(registry):
 
 
 def test_an_unknown_name_is_refused_with_one_like_it(registry):
-    with pytest.raises(RecipeError, match=r"no such workload as 'bass'; did you mean base\?"):
+    with pytest.raises(ConfigError, match=r"no such workload as 'bass'; did you mean base\?"):
         registry().workload("bass")
 
 

@@ -9,17 +9,17 @@ import pytest
 
 from narrowcast.config import load_recipe, recipe_schema
 from narrowcast.config.tree import leaves, recipe_tree
-from narrowcast.errors import RecipeError
-from narrowcast.workloads import sections_of
+from narrowcast.errors import ConfigError
+from narrowcast.workloads import workload_sections
 
 WORKLOADS = ("lm", "sft", "tutorial")
 SFT = {
     "data": {"path": "sums"}, "model": {"path": "tiny"}, "ica": {"mask_mode": "lesion"},
-    "judge": {"perplexity": "text.txt", "exact_match": "rows.csv"},
+    "eval_tasks": {"perplexity": "text.txt", "exact_match": "rows.csv"},
 }  # fmt: skip
 NEEDED = {"lm": {}, "sft": SFT, "tutorial": {}}
 """What must be there, or else other settings would be refused as having nothing to do."""
-SCHEMA = recipe_schema({name: sections_of(name) for name in WORKLOADS})
+SCHEMA = recipe_schema({name: workload_sections(name) for name in WORKLOADS})
 VALUES = (
     None, "none", "NULL", "", "x", "30%", "cuda:1", True, 0, 1, 2, -1, 0.5, 1.5, 3.0, 128, 10**12,
     math.inf, "x" * 5000, [], [0.5, 0.5], ["x"], [None], {}, {"x": "fp32"}, {"x": 1},
@@ -27,7 +27,8 @@ VALUES = (
     [{"step": 1, "module": "a", "role": "input", "value": "inf", "index": "none"}], [{"step": 0}],
 )  # fmt: skip
 TOGETHER = {
-    "faults", "model.heads", "model.kv_heads", "model.width", "lr_schedule.final", "data.text",
+    "fault_injection", "model.heads", "model.kv_heads", "model.width", "lr_schedule.min_lr_ratio",
+    "data.text",
     "optimizer.fused", "optimizer.momentum", "precision.loss_scale.growth_factor",
     "precision.schedule",
     "precision.loss_scale.backoff_factor", "precision.loss_scale.init_scale",
@@ -35,10 +36,11 @@ TOGETHER = {
     "precision.loss_scale.min_scale", "precision.adapt.enabled", "data.tokenizer",
     "data.columns.instruction", "data.columns.response", "data.columns.context",
     "data.columns.system", "data.instruction_template", "data.pretokenize_cache_dir",
-    "eval.patience", "eval.min_delta", "model.base", "epochs", "lr_schedule.warmup_ratio",
+    "eval.patience", "eval.min_delta", "model.base_dtype", "epochs", "lr_schedule.warmup_ratio",
     "ica.scale", "ica.ica_two_sided", "memory.blocks", "strategy.name",
     "strategy.phases.warmup_steps", "strategy.preset", "strategy.policies",
-    "strategy.readout.every", "strategy.stretch", "precision.adapt.most", "precision.adapt.calm",
+    "strategy.readout.every", "strategy.lr_horizon", "precision.adapt.max_fraction",
+    "precision.adapt.calm_steps",
     "precision.adapt.cooldown", "profile.first", "profile.steps",
 }  # fmt: skip
 """Settings that may be fine alone and not with the others, or must be powers of two."""
@@ -101,8 +103,8 @@ def takes(node, value):
 def loads(recipe, path):
     path.write_text(json.dumps(recipe).replace("Infinity", ".inf"))
     try:
-        load_recipe(path, sections=sections_of)
-    except RecipeError:
+        load_recipe(path, sections=workload_sections)
+    except ConfigError:
         return False
     return True
 
@@ -126,7 +128,7 @@ def recipe_with(workload, key, value):
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_schema_and_loader_agree_about_every_setting(workload, tmp_path):
-    sections = sections_of(workload)
+    sections = workload_sections(workload)
     differ = []
     for number, (key, _) in enumerate(leaves(recipe_tree(sections))):
         if workload != "tutorial" and key[0] not in sections.by_name:
@@ -142,7 +144,7 @@ def test_schema_and_loader_agree_about_every_setting(workload, tmp_path):
 @pytest.mark.parametrize("value", [None, {}, "none", 1, [], {"nothing": 1}])
 def test_schema_and_loader_agree_about_every_section(value, tmp_path):
     for workload in WORKLOADS:
-        keys = {key[:-1] for key, _ in leaves(recipe_tree(sections_of(workload)))} - {()}
+        keys = {key[:-1] for key, _ in leaves(recipe_tree(workload_sections(workload)))} - {()}
         for key in sorted(keys):
             recipe = recipe_with(workload, key, value)
             assert takes(SCHEMA, recipe) == loads(recipe, tmp_path / "r.yaml"), (key, value)

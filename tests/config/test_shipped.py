@@ -1,4 +1,4 @@
-from narrowcast.config.shipped import description_of, recipes_in
+from narrowcast.config.shipped import read_description, recipes_in
 
 
 def test_a_recipe_is_called_after_its_place_in_the_folder(tmp_path):
@@ -8,7 +8,7 @@ def test_a_recipe_is_called_after_its_place_in_the_folder(tmp_path):
     (tmp_path / "notes.txt").write_text("not a recipe")
     found = recipes_in(tmp_path)
     assert set(found) == {"zebra", "lm/a", "lm/b-1.3b"}
-    assert {name: description_of(path) for name, path in found.items()} == {
+    assert {name: read_description(path) for name, path in found.items()} == {
         name: f"about {name}" for name in found
     }
 

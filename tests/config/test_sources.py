@@ -5,7 +5,7 @@ import pytest
 
 from narrowcast.config import sources
 from narrowcast.config.shipped import recipes_in
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 
 def read_source(source):
@@ -66,27 +66,27 @@ def test_a_file_called_like_a_shipped_recipe_is_reached_through_its_path(recipes
 )
 def test_an_unknown_source_is_refused_with_what_there_is(recipes, source, message):
     (recipes / "mine.yaml").write_text("steps: 3\n")
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         read_source(source)
 
 
 def test_a_folder_is_refused_with_a_file_in_it(recipes):
     (recipes / "mine.yaml").write_text("steps: 3\n")
-    with pytest.raises(RecipeError, match=r"is a folder, .*name a file, e.g. mine.yaml"):
+    with pytest.raises(ConfigError, match=r"is a folder, .*name a file, e.g. mine.yaml"):
         read_source(".")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfea", b"steps: 3\x00", bytes(range(256))])
 def test_a_binary_file_is_refused(recipes, content):
     (recipes / "x.yaml").write_bytes(content)
-    with pytest.raises(RecipeError, match=r"x.yaml is not UTF-8 text, so it is not a recipe"):
+    with pytest.raises(ConfigError, match=r"x.yaml is not UTF-8 text, so it is not a recipe"):
         read_source("x.yaml")
 
 
 def test_a_large_file_is_refused_without_reading_all_of_it(recipes):
     with (recipes / "big.yaml").open("wb") as file:
         file.truncate(2**40)  # sparse
-    with pytest.raises(RecipeError, match=r"big.yaml: it is larger than 1 MiB"):
+    with pytest.raises(ConfigError, match=r"big.yaml: it is larger than 1 MiB"):
         read_source("big.yaml")
 
 
@@ -95,14 +95,14 @@ def test_a_file_that_may_not_be_read_is_refused(recipes):
         pytest.skip("needs a user other than root, who may read everything")
     (recipes / "x.yaml").write_text("steps: 3\n")
     (recipes / "x.yaml").chmod(0)
-    with pytest.raises(RecipeError, match=r"cannot read the recipe x.yaml: Permission denied"):
+    with pytest.raises(ConfigError, match=r"cannot read the recipe x.yaml: Permission denied"):
         read_source("x.yaml")
 
 
 def test_a_link_in_a_circle_is_no_misspelling_of_itself(recipes):
     (recipes / "l1.yaml").symlink_to("l2.yaml")
     (recipes / "l2.yaml").symlink_to("l1.yaml")
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         read_source("l1.yaml")
     assert str(caught.value) == (
         "cannot read the recipe l1.yaml: Too many levels of symbolic links; name a YAML file"
@@ -115,7 +115,7 @@ def test_a_device_and_names_that_cannot_be_are_refused_at_once(recipes):
         ("x" * 10**6, "File name too long"),
         ("a\0b", "zero byte in its name"),
     ]:
-        with pytest.raises(RecipeError, match=why) as caught:
+        with pytest.raises(ConfigError, match=why) as caught:
             read_source(source)
         assert len(str(caught.value)) < 400
 
@@ -133,5 +133,5 @@ def test_a_recipe_may_come_from_a_pipe(recipes):
 def test_a_pipe_that_nobody_writes_to_is_refused(recipes, monkeypatch):
     monkeypatch.setattr(sources, "SILENCE_SECONDS", 0.1)
     os.mkfifo(recipes / "pipe")
-    with pytest.raises(RecipeError, match=r"recipe pipe: it is a pipe to which nobody wrote for"):
+    with pytest.raises(ConfigError, match=r"recipe pipe: it is a pipe to which nobody wrote for"):
         read_source("pipe")

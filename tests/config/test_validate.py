@@ -63,7 +63,7 @@ def test_a_wrong_value_is_refused_with_what_the_setting_takes(refusal, word, mes
         (["precision.loss_scale.init_scale=.5"], "init_scale 0.5 is below min_scale 1; write init_scale=1, or lower min_scale"),
         (["optimizer.momentum=.9"], "optimizer.momentum=.9: adamw has no momentum; leave momentum out, or choose sgd or rmsprop"),
         (["optimizer.name=sgd", "optimizer.betas=[.9, .95]"], "optimizer.betas=[.9, .95]: sgd has no betas; leave betas out, or choose adamw or adam"),
-        (["lr_schedule.final=.1"], "leave final out, or choose cosine or linear"),
+        (["lr_schedule.min_lr_ratio=.1"], "leave min_lr_ratio out, or choose cosine or linear"),
     ],
 )  # fmt: skip
 def test_settings_that_exclude_each_other_are_refused(refusal, words, message):

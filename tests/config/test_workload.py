@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from narrowcast.config.workload import Command, Workload, require_modules
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 
 
 def workload(**settings):
@@ -14,19 +14,19 @@ def workload(**settings):
 
 @pytest.mark.parametrize("name", ["train", "schema", "verify-resume"])
 def test_a_workload_cannot_be_called_as_a_verb_is(name):
-    with pytest.raises(RecipeError, match=f"`narrowcast {name}` is a command of its own"):
+    with pytest.raises(ConfigError, match=f"`narrowcast {name}` is a command of its own"):
         workload(name=name)
 
 
 @pytest.mark.parametrize("name", ["", "My Toy", "lm/toy", "-x"])
 def test_a_name_is_one_that_can_be_typed(name):
-    with pytest.raises(RecipeError, match="write small letters"):
+    with pytest.raises(ConfigError, match="write small letters"):
         workload(name=name)
 
 
 @pytest.mark.parametrize("field", ["sections", "task", "report"])
 def test_a_part_is_named_by_module_and_attribute(field):
-    with pytest.raises(RecipeError, match=f"{field} of workload toy is 'json'; write it as module"):
+    with pytest.raises(ConfigError, match=f"{field} of workload toy is 'json'; write it as module"):
         workload(**{field: "json"})
 
 
@@ -47,7 +47,7 @@ def command(name="knit", place="json:dumps"):
     ],
 )
 def test_a_command_has_a_free_name_and_a_place(commands, said):
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         workload(commands=tuple(commands))
 
 

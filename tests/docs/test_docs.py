@@ -7,8 +7,8 @@ import re
 import click
 import pytest
 
-from narrowcast.cli.entry import exit_code_of
 from narrowcast.cli.entry import narrowcast as group
+from narrowcast.cli.entry import run_command
 from narrowcast.workloads import REGISTRY, load_recipe, recipe_files
 
 
@@ -78,7 +78,7 @@ SMALL = (
     "steps=6", "batch_size=2", "model.layers=1", "model.width=16", "model.heads=2",
     "data.length=16", "health.every=0", "data.eval_windows=4",
 )  # fmt: skip
-SMALL_SFT = ("steps=6", "batch_size=2", "data.validation_split=0.01", "judge.samples=0")
+SMALL_SFT = ("steps=6", "batch_size=2", "data.validation_split=0.01", "eval_tasks.samples=0")
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
@@ -92,9 +92,9 @@ def test_commands_typed_in_order_find_the_runs_they_name(docs, name, tmp_path, m
         verb, rest = words[1], [word.replace("=400", "=8") for word in words[2:]]
         if verb == "train":
             small = SMALL_SFT if rest[0].startswith("sft/") else SMALL
-            assert exit_code_of([verb, *rest, *small, "--quiet"]) == 0, words
+            assert run_command([verb, *rest, *small, "--quiet"]) == 0, words
         elif verb in ("resume", "report", "compare"):
-            assert exit_code_of([verb, *rest]) == 0, words
+            assert run_command([verb, *rest]) == 0, words
         elif verb == "watch":
             assert (tmp_path / rest[0] / "records.jsonl").exists(), words
 
@@ -103,7 +103,7 @@ def test_an_answer_that_is_shown_is_the_answer(docs, page, capsys, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     for words, shown in docs.console_commands(page):
         if shown:
-            code = exit_code_of(words[1:])
+            code = run_command(words[1:])
             said = capsys.readouterr()
             assert said.out + said.err == shown
             assert code == (2 if shown.startswith("narrowcast: ") else 0)
@@ -111,7 +111,7 @@ def test_an_answer_that_is_shown_is_the_answer(docs, page, capsys, tmp_path, mon
 
 @pytest.mark.parametrize("verb", ["recipes", "schema"])
 def test_a_cheap_command_runs(verb, capsys):
-    assert exit_code_of([verb]) == 0
+    assert run_command([verb]) == 0
     assert capsys.readouterr().out
 
 

@@ -136,7 +136,7 @@ def test_the_table_of_tasks_is_that_of_the_code(docs):
             row.wants,
             "none" if row.clip_norm is None else str(row.clip_norm),
             str(row.growth_interval),
-            row.checkpoint,
+            row.activation_checkpointing,
             f"{' and '.join(row.offload)}, from {row.offload_from}" if row.offload else "none",
             row.reason,
         ]

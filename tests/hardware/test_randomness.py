@@ -10,7 +10,7 @@ from narrowcast.hardware.randomness import (
     RandomState,
     capture_randomness,
     drawing_from,
-    randomness_kept,
+    preserve_rng,
     restore_randomness,
     seed_everything,
 )
@@ -62,7 +62,7 @@ def test_draws_inside_a_kept_context_leave_no_trace():
     seed_everything(2)
     expected = draw()
     seed_everything(2)
-    with randomness_kept(CPU):
+    with preserve_rng(CPU):
         draw()
     assert draw() == expected
 

@@ -228,5 +228,5 @@ def test_a_host_that_takes_no_time_is_refused():
 def test_what_a_captured_layer_costs_the_host_is_not_waited_for():
     hosts = {"bf16": 1.0, "tensor": 1e6}
     made = dataclasses.replace(SOME, host_seconds=hosts)
-    found = [made.waited_for("tensor", **ONE, running=each) for each in ("eager", "captured")]
+    found = [made.waited_for("tensor", **ONE, execution=each) for each in ("eager", "graphed")]
     assert found == [True, False]

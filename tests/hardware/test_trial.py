@@ -4,10 +4,10 @@ import os
 import pytest
 
 from narrowcast.hardware import trial
-from narrowcast.hardware.trial import Trial, try_products
+from narrowcast.hardware.trial import CpuTrial, try_products
 
 # What a healthy CPU would have left: no child process is needed to read it back.
-KNOWN = {"bf16": Trial(died=False, slowdown=0.25), "fp16": Trial(died=True, slowdown=0.0)}
+KNOWN = {"bf16": CpuTrial(died=False, slowdown=0.25), "fp16": CpuTrial(died=True, slowdown=0.0)}
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_home_that_cannot_be_written_costs_the_memory_and_nothing_else(tmp_pat
 def test_a_child_that_dies_is_recorded_and_does_not_take_us_along(tmp_path, monkeypatch, script):
     monkeypatch.setattr(trial, "_SCRIPT", script)
     found = try_products(["bf16"], store=tmp_path / "store.json")
-    assert found == {"bf16": Trial(died=True, slowdown=0.0)}
+    assert found == {"bf16": CpuTrial(died=True, slowdown=0.0)}
 
 
 def test_a_child_that_hangs_counts_as_slow(tmp_path, monkeypatch):

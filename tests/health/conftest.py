@@ -84,7 +84,7 @@ def step():
 
     def take(run, loss_of, batches):
         for each in batches:
-            with run.compute():
+            with run.autocast():
                 loss = loss_of(each)
             run.backward(loss / len(batches))
         return run.step()

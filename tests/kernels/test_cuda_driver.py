@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from narrowcast.kernels import cuda_driver
-from narrowcast.kernels.cuda_driver import DriverLaunch, arguments_of
+from narrowcast.kernels.cuda_driver import DriverLaunch, argument_indices
 
 COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from narrowcast.kernels.cuda_driver import arguments_of
+from narrowcast.kernels.cuda_driver import argument_indices
 
 @triton.jit
 def kernel(x, y, n, m, k, WIDTH: triton.language.constexpr):
@@ -27,7 +27,7 @@ for first, constants in (("i32", {}), ("constexpr", {(2,): 1}), ("fp32", {})):
     source = ASTSource(fn=kernel, signature=signature, constexprs={**constants, (5,): 16})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     entry = made.asm["ptx"].split(".entry kernel(")[1].split(")")[0]
-    print(arguments_of(made), entry.count(".param"))
+    print(argument_indices(made), entry.count(".param"))
 """
 
 
@@ -65,8 +65,8 @@ def compiled(signature="*fp32 i32 i64", **changed):
     ids=str,
 )
 def test_an_unusual_kernel_is_left_to_triton(unusual):
-    assert arguments_of(compiled()) == [0, 1, 2]
-    assert arguments_of(compiled(**unusual)) is None
+    assert argument_indices(compiled()) == [0, 1, 2]
+    assert argument_indices(compiled(**unusual)) is None
 
 
 class Driver:
@@ -126,7 +126,7 @@ def test_arguments_that_are_compiled_in_are_left_out(driver, place):
     kinds.insert(place, "constexpr")
     given.insert(place, 1)
     kernel = compiled(" ".join(kinds))
-    DriverLaunch(kernel, 77, arguments_of(kernel))((1, 1, 1), 9, given)
+    DriverLaunch(kernel, 77, argument_indices(kernel))((1, 1, 1), 9, given)
     assert made.calls[0][-1] == [256, 40, 50]
 
 

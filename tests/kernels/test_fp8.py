@@ -348,7 +348,7 @@ def test_an_activation_is_torchs_to_within_one_rounding(how, target, activation,
     beside = normal(37, 144, dtype=dtype, seed=1, spread=2.0)
     notes = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     with by(how):
-        found = quantize(x, target, activation=activation, beside=beside, cast_stats=notes)
+        found = quantize(x, target, activation=activation, second=beside, cast_stats=notes)
     exact = activated(x, beside, activation)
     value = found.rowwise[:37].double() * found.scale_inv.double()
     # Half of what lies between two values of the format, and what the function itself may be off.
@@ -389,7 +389,7 @@ def test_with_an_activation_the_kernel_and_its_twin_differ_rarely_and_by_one_cod
     target, activation
 ):
     x, beside = normal(70, 144, spread=2.0), normal(70, 144, seed=1, spread=2.0)
-    kernel, plain = both(x, target, activation=activation, beside=beside)
+    kernel, plain = both(x, target, activation=activation, second=beside)
     assert kernel.scale_inv.item() == plain.scale_inv.item()
     form, inverse = FORMATS[target], kernel.scale_inv.double().cpu()
     values = [q.rowwise[:70].double().cpu() * inverse for q in (kernel, plain)]

@@ -77,7 +77,7 @@ def test_product_and_gradients_are_those_of_float64_rounded_once(how, activation
     grad, gate, value = (drawn(*shape, seed=seed) for seed in range(3))
     product, of_gate, of_value = exact(grad, gate, value, activation)
     with by(how):
-        forth = quantize(gate, target, activation=f"gated_{activation}", beside=value)
+        forth = quantize(gate, target, activation=f"gated_{activation}", second=value)
         back = quantize_gated_back(grad, gate, value, target, activation=activation)
     assert_near(forth, product, target)
     for found, expected in zip(back, (of_gate, of_value), strict=True):
@@ -97,7 +97,7 @@ def test_kernel_and_twin_agree(activation, dtype):
         with by(how):
             target = torch.float8_e5m2
             back = quantize_gated_back(grad, gate, value, target, activation=activation)
-            forth = quantize(gate, target, activation=f"gated_{activation}", beside=value)
+            forth = quantize(gate, target, activation=f"gated_{activation}", second=value)
             found[how] = [each.rowwise.float() * each.scale_inv for each in (forth, *back)]
     for kernel, plain in zip(found["kernel"], found["plain"], strict=True):
         # The same number in fp32 but for its last bits, which may lie on either side of a tie.

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from narrowcast.kernels.tables import (
     HostTable,
-    Places,
+    TensorAddresses,
     chunk_table,
     is_dense,
     laid_like,
@@ -59,10 +59,10 @@ def test_a_table_holds_what_was_written_last():
 
 def test_two_graphs_of_one_step_each_keep_the_addresses_of_their_own_capture():
     table = HostTable(2, torch.device("cpu"), dtype=torch.int64)
-    first, second = table.kept_for_replays([1, 2]), table.kept_for_replays([3, 4])
+    first, second = table.stored_for_replays([1, 2]), table.stored_for_replays([3, 4])
     assert (first.tolist(), second.tolist()) == ([1, 2], [3, 4])
-    assert table.kept_for_replays([3, 4]).data_ptr() == second.data_ptr()
-    again = table.kept_for_replays([5, 6]), table.kept_for_replays([7, 8])  # captured anew
+    assert table.stored_for_replays([3, 4]).data_ptr() == second.data_ptr()
+    again = table.stored_for_replays([5, 6]), table.stored_for_replays([7, 8])  # captured anew
     assert [each.tolist() for each in again] == [[5, 6], [7, 8]]
 
 
@@ -71,17 +71,17 @@ def test_every_capture_that_room_was_made_for_keeps_its_own():
     kept = []
     for numbers in ([1, 2], [3, 4], [5, 6], [7, 8]):
         table.make_room()
-        kept.append((numbers, table.kept_for_replays(numbers)))
+        kept.append((numbers, table.stored_for_replays(numbers)))
     assert all(host.tolist() == numbers for numbers, host in kept)
 
 
 def test_places_are_of_the_very_tensors_they_were_taken_of():
     one, other = torch.zeros(2), torch.zeros(2)
-    places = Places([one, other], [one.data_ptr(), other.data_ptr()], [one.dtype] * 2)
-    assert places.are_of([one, other])
-    assert not places.are_of([other, one])
-    assert not places.are_of([one])
-    assert not places.are_of([one, other.clone()])
+    places = TensorAddresses([one, other], [one.data_ptr(), other.data_ptr()], [one.dtype] * 2)
+    assert places.matches([one, other])
+    assert not places.matches([other, one])
+    assert not places.matches([one])
+    assert not places.matches([one, other.clone()])
 
 
 def test_what_a_replay_has_written_over_is_written_again():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.kernels.fp8_lines import _widen_plainly, transposed_bytes, widen_lines
+from narrowcast.kernels.fp8_rows import _widen_plainly, transposed_bytes, widen_lines
 from narrowcast.kernels.launch import interpreted
 
 DEVICE = "cpu" if interpreted() else "cuda"

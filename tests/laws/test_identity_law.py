@@ -93,7 +93,7 @@ def prepared_loop(model, optimizer, scheduler, clip_norm, policy):
     run = nc.prepare(model, optimizer, policy=policy, clip_norm=clip_norm, scheduler=scheduler)
     for batch in batches():
         for ids in batch:
-            with run.compute():
+            with run.autocast():
                 loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()) / ACCUMULATE
             run.backward(loss)
         assert run.step().applied

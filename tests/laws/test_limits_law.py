@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from narrowcast.cli.entry import exit_code_of
+from narrowcast.cli.entry import run_command
 from narrowcast.config import recipe_schema
-from narrowcast.config.tree import leaves, options_of, recipe_tree
-from narrowcast.workloads import REGISTRY, sections_of
+from narrowcast.config.tree import leaves, plain_types, recipe_tree
+from narrowcast.workloads import REGISTRY, workload_sections
 
 SECONDS = 10
 """Before which every word is answered, with a busy machine in mind; most take hundredths."""
@@ -29,14 +29,14 @@ TEXTS = (
 
 def settings(workload):
     """Return the dotted name and the field of every setting; the common ones are the tutorial's."""
-    sections = sections_of(workload)
+    sections = workload_sections(workload)
     for path, field in leaves(recipe_tree(sections)):
         if workload == "tutorial" or path[0] in sections.by_name:
             yield ".".join(path), field
 
 
 def numeric(field):
-    return bool({int, float} & set(options_of(field.annotation)))
+    return bool({int, float} & set(plain_types(field.annotation)))
 
 
 def nodes(schema, path=""):
@@ -61,7 +61,7 @@ BOUNDS = {
 
 
 def test_every_number_text_and_list_of_a_recipe_has_an_upper_bound():
-    schema = recipe_schema({name: sections_of(name) for name in WORKLOADS})
+    schema = recipe_schema({name: workload_sections(name) for name in WORKLOADS})
     found = [(path, node) for path, node in nodes(schema) if node["type"] in BOUNDS]
     assert len(found) > 100
     assert [path for path, node in found if not BOUNDS[node["type"]] & set(node)] == []
@@ -75,7 +75,7 @@ def test_every_setting_answers_hostile_values_in_words_and_at_once(workload, cap
         values = HOSTILE if numeric(field) else TEXTS
         for value in values[number % 3 :: 3]:  # each setting a third, each value a third of them
             began = time.monotonic()
-            code = exit_code_of(["plan", WORKLOADS[workload], f"{key}={value}"])
+            code = run_command(["plan", WORKLOADS[workload], f"{key}={value}"])
             taken = time.monotonic() - began
             said = capsys.readouterr()
             shown = f"{key}={str(value)[:40]}"

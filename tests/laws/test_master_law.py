@@ -53,7 +53,7 @@ def test_exact_masters_equal_torchs_fp32_optimizer_bit_for_bit(
             torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip_norm)
         plain.step()
         plain.zero_grad()
-    full = run.full_weights()
+    full = run.fp32_state_dict()
     assert torch.equal(full["first"], theirs.first)
     assert torch.equal(full["second"], theirs.second)
     assert (mine.first.float() - theirs.first).abs().max() <= 2.0**-8 * theirs.first.abs().max()
@@ -64,12 +64,15 @@ def test_no_update_that_fp32_keeps_is_lost():
         torch.manual_seed(0)
         model = nn.Linear(64, 64)
         run = nc.prepare(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-5), policy=policy, meter_every=1
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-5),
+            policy=policy,
+            lost_updates_every=1,
         )
         x = torch.randn(8, 64)
         shares = []
         for _ in range(5):
-            with run.compute():
+            with run.autocast():
                 loss = model(x).float().square().mean()
             shares.append(run.step(loss).lost_updates)
         return max(shares)
@@ -92,9 +95,9 @@ def test_a_split_model_trains_like_one_with_an_fp32_copy_beside_it():
         )
         for _ in range(6):
             for half in (x[:4], x[4:]):
-                with run.compute():
+                with run.autocast():
                     loss = model(half).float().square().mean() / 2
                 run.backward(loss)
             run.step()
-        ends.append(run.full_weights())
+        ends.append(run.fp32_state_dict())
     assert all(torch.equal(ends[0][key], value) for key, value in ends[1].items())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from narrowcast.hardware import Hardware, Support, probe
+from narrowcast.hardware import Hardware, Support, detect_hardware
 from narrowcast.precision.plan.plan import make_plan
 
 POLICIES = (
@@ -83,14 +83,14 @@ def test_planning_draws_no_random_number():
     state = torch.get_rng_state()
     model = build()
     torch.set_rng_state(state)
-    make_plan(model, "aggressive", hardware=probe("cpu"))
+    make_plan(model, "aggressive", hardware=detect_hardware("cpu"))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_copy_of_the_model_has_the_same_plan(policy):
     model = build()
-    hardware = probe("cpu")
+    hardware = detect_hardware("cpu")
     copied = copy.deepcopy(model)
     assert make_plan(model, policy, hardware=hardware) == make_plan(
         copied, policy, hardware=hardware

@@ -72,7 +72,7 @@ def test_every_scale_of_a_run_obeys_whatever_happens(history, parts):
         policy="fp32",
         loss_scale=LossScale(init_scale=4.0, growth_interval=2),
         scale_groups=parts,
-        patience=1000,
+        max_skipped_steps=1000,
     )
     for factor in history:
         run.step(model(torch.ones(2, 4)).sum() * factor)
@@ -111,7 +111,7 @@ def test_two_hundred_overflows_leave_our_weights_finite_and_training():
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = nc.prepare(model, optimizer, policy="fp16", patience=1000)
+    run = nc.prepare(model, optimizer, policy="fp16", max_skipped_steps=1000)
     seen = []
 
     def step(factor):

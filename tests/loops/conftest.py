@@ -102,7 +102,7 @@ def autocast() -> Any:
     """torch's own mixed precision on a CPU, or a skip where a product in it ends the process."""
 
     def region(format_name: str) -> Any:
-        reason = nc.probe("cpu").support(format_name).reason
+        reason = nc.detect_hardware("cpu").support(format_name).reason
         if "died" in reason:
             pytest.skip(f"needs a CPU that multiplies {format_name}: {reason}")
         return torch.autocast("cpu", {"bf16": torch.bfloat16, "fp16": torch.float16}[format_name])

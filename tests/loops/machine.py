@@ -30,12 +30,12 @@ from hypothesis.stateful import (
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
 
 RULES: Counter[str] = Counter()
 REFUSED: Counter[str] = Counter()
 MESSAGES: Counter[str] = Counter()
-REFUSALS = (RecipeError, UnsupportedError, CheckpointError)
+REFUSALS = (ConfigError, UnsupportedError, CheckpointError)
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
     "sgd": lambda m: [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9)],
@@ -236,7 +236,7 @@ class LoopMachine(RuleBasedStateMachine):
             self.mine.model,
             optimizers[0] if one else optimizers,
             scheduler=schedulers[0] if one else schedulers,
-            patience=10_000,
+            max_skipped_steps=10_000,
             **self.settings,
         )
         self.spoiled = self.unscaled = False
@@ -246,8 +246,8 @@ class LoopMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS, bad=st.sampled_from([False, False, False, True]), inside=st.booleans())
     def backward(self, seed: int, bad: bool, inside: bool = True) -> None:
         x, y = batch(seed, bad=bad)
-        # A model called outside `compute()` is in its policy, and its loss is yours.
-        with self.run.compute() if inside else nullcontext():
+        # A model called outside `autocast()` is in its policy, and its loss is yours.
+        with self.run.autocast() if inside else nullcontext():
             loss = self.mine.loss(x, y)
         plain = self.plain.forward(x, y)
         assert not self.exact or _same(loss.detach(), plain.detach())
@@ -258,7 +258,7 @@ class LoopMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS)
     def raw_backward(self, seed: int) -> None:
         x, y = batch(seed)
-        with self.run.compute():
+        with self.run.autocast():
             loss = self.mine.loss(x, y)
         plain = self.plain.forward(x, y)
         RULES["raw backward"] += 1
@@ -278,7 +278,7 @@ class LoopMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS, bad=st.sampled_from([False, False, True]))
     def whole_step(self, seed: int, bad: bool) -> None:
         x, y = batch(seed, bad=bad)
-        with self.run.compute():
+        with self.run.autocast():
             loss = self.mine.loss(x, y)
         plain = self.plain.forward(x, y)
         if self.attempt("step(loss)", lambda: self.run.step(loss)):
@@ -360,7 +360,7 @@ class LoopMachine(RuleBasedStateMachine):
             side.model.eval()
             with torch.no_grad():
                 if inside and side is self.mine:
-                    with self.run.compute():
+                    with self.run.autocast():
                         answers.append(side.model(x))
                 else:
                     answers.append(side.model(x))
@@ -437,17 +437,17 @@ class LoopMachine(RuleBasedStateMachine):
         RULES["deepcopy"] += 1
         made = copy.deepcopy(self.mine.model)
         assert type(made) is Net
-        wanted = self.plain.model.state_dict() if self.exact else self.run.full_weights()
+        wanted = self.plain.model.state_dict() if self.exact else self.run.fp32_state_dict()
         assert differences(dict(made.state_dict()), dict(wanted)) == []
 
     @rule(policy=st.sampled_from(ELSEWHERE))
     def change_and_back(self, policy: str) -> None:
-        if self.attempt("change", lambda: self.run.change(policy)):
-            self.run.change(self.policy)
+        if self.attempt("change", lambda: self.run.set_policy(policy)):
+            self.run.set_policy(self.policy)
 
     @rule(steps=st.integers(0, 1), seed=SEEDS)
     def release_and_prepare(self, steps: int, seed: int) -> None:
-        full = {name: value.clone() for name, value in self.run.full_weights().items()}
+        full = {name: value.clone() for name, value in self.run.fp32_state_dict().items()}
         if not self.attempt("release", self.run.release):
             return
         assert differences(dict(self.mine.model.state_dict()), full) == []

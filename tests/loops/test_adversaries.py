@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 STEPS = 8
 GENERATOR = torch.Generator().manual_seed(7)
@@ -77,10 +77,10 @@ def gan(trained, **settings):
     losses = []
     for real, z in zip(REAL, NOISE, strict=True):
         run_d.zero_grad()
-        with run_d.compute():
+        with run_d.autocast():
             loss_d = loss_of_discriminator(g, d, real, z)
         run_d.step(loss_d)
-        with run_g.compute():
+        with run_g.autocast():
             loss_g = loss_of_generator(g, d, z)
         run_g.step(loss_g)
         losses += [loss_d.item(), loss_g.item()]
@@ -96,11 +96,11 @@ def gan_with_a_module_in_common(trained, **settings):
     losses = []
     for real, z in zip(REAL, NOISE, strict=True):
         run.zero_grad()
-        with run.compute():
+        with run.autocast():
             loss_d = loss_of_discriminator(g, d, real, z)
         run.step(loss_d)
         run.zero_grad()
-        with run.compute():
+        with run.autocast():
             loss_g = loss_of_generator(g, d, z)
         run.backward(loss_g)
         opt_d.zero_grad()  # which leaves the generator's
@@ -134,7 +134,7 @@ def test_a_module_in_common_is_prepared_once_and_the_second_time_refused():
     g, d, opt_g, opt_d = parts_with_a_module_in_common()
     run = nc.prepare(d, opt_d, policy="bf16, params=bf16, master=split")
     before = {name: value.clone() for name, value in g.state_dict().items()}
-    with pytest.raises(RecipeError, match="share a module"):
+    with pytest.raises(ConfigError, match="share a module"):
         nc.prepare(g, opt_g, policy="bf16, params=bf16, master=split")
     after = g.state_dict()
     assert all(v.dtype == after[k].dtype and torch.equal(v, after[k]) for k, v in before.items())
@@ -144,12 +144,12 @@ def test_a_module_in_common_is_prepared_once_and_the_second_time_refused():
 def test_gradients_that_the_other_network_left_are_refused_rather_than_added(trained):
     g, d, opt_g, opt_d = gan_parts()
     run_d, run_g = nc.prepare(d, opt_d, policy="bf16"), nc.prepare(g, opt_g, policy="bf16")
-    with run_g.compute():
+    with run_g.autocast():
         loss = loss_of_generator(g, d, NOISE[0])
     run_g.step(loss)
-    with run_d.compute():
+    with run_d.autocast():
         loss = loss_of_discriminator(g, d, REAL[0], NOISE[0])
-    with pytest.raises(RecipeError, match="zero_grad"):
+    with pytest.raises(ConfigError, match="zero_grad"):
         run_d.step(loss)
 
 
@@ -191,12 +191,12 @@ def wgan(trained, **settings):
     losses = []
     for real, z, mix in zip(REAL, NOISE, MIX, strict=True):
         run_d.zero_grad()
-        with run_d.compute():
+        with run_d.autocast():
             fake = g(z).detach()
             loss_d = d(fake).mean() - d(real).mean() + penalty(d, real, fake, mix)
         run_d.step(loss_d)
         run_g.zero_grad()
-        with run_g.compute():
+        with run_g.autocast():
             loss_g = -d(g(z)).mean()
         run_g.step(loss_g)
         losses += [loss_d.item(), loss_g.item()]
@@ -240,7 +240,7 @@ def spectral(trained, **settings):
     run = nc.prepare(d, optimizer, **settings)
     losses = []
     for real, mix in zip(REAL, MIX, strict=True):
-        with run.compute():
+        with run.autocast():
             loss = F.relu(1 - d(real)).mean() + F.relu(1 + d(mix * real)).mean()
         run.step(loss)
         losses.append(loss.item())

@@ -52,10 +52,10 @@ def lookahead(trained, **settings):
     run = nc.prepare(model, optimizer, **settings)
     losses = []
     for i, (x, y) in enumerate(zip(INPUTS, TARGETS, strict=True)):
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x), y)
         run.step(loss)
-        full = run.full_weights()
+        full = run.fp32_state_dict()
         look_ahead(slow, {name: full[name] for name in slow}, i=i)
         if i % 3 == 2:
             model.load_state_dict(slow, strict=False)
@@ -79,7 +79,7 @@ def test_weights_loaded_into_a_model_of_16_bits_are_those_it_goes_on_from():
     torch.manual_seed(1)
     wanted = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
     model.load_state_dict(wanted, strict=False)
-    found = run.full_weights()
+    found = run.fp32_state_dict()
     for name, value in wanted.items():
         # Half a spacing of bf16 for what was loaded, another half for digits from before.
         torch.testing.assert_close(found[name], value, rtol=2.0**-7, atol=0)
@@ -112,7 +112,7 @@ def swa(trained, *, ema, copied="before", **settings):
         averaged = AveragedModel(model, multi_avg_fn=average)
     losses = []
     for x, y in zip(INPUTS, TARGETS, strict=True):
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x), y)
         run.step(loss)
         averaged.update_parameters(copy.deepcopy(model))  # a copy is plain, with all digits
@@ -159,12 +159,12 @@ def schedule_free(trained, optimizer_class, **settings):
     for x, y in zip(INPUTS, TARGETS, strict=True):
         model.train()
         optimizer.train()
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x), y)
         run.step(loss)
         model.eval()
         optimizer.eval()
-        with torch.no_grad(), run.compute():
+        with torch.no_grad(), run.autocast():
             losses += [loss.item(), F.cross_entropy(model(x), y).item()]
     run.release()
     return trained(losses, [model], [optimizer])
@@ -195,7 +195,7 @@ def test_an_average_of_ours_is_torchs():
     averaged.update_parameters(theirs)  # which copies; ours begins with a copy too
     run = nc.prepare(model, optimizer, policy="fp32", ema_decay=0.9)
     for x, y in zip(INPUTS, TARGETS, strict=True):
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x), y)
         run.step(loss)
         their_optimizer.zero_grad()
@@ -203,7 +203,7 @@ def test_an_average_of_ours_is_torchs():
         their_optimizer.step()
         averaged.update_parameters(theirs)
     expected = copy.deepcopy(dict(averaged.module.named_parameters()))
-    found = run.averaged_weights()
+    found = run.ema_state_dict()
     assert expected.keys() <= found.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.detach(), rtol=2.0**-22, atol=2.0**-24)

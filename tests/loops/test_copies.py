@@ -26,7 +26,7 @@ def classifier():
 
 
 def step(run):
-    with run.compute():
+    with run.autocast():
         loss = F.cross_entropy(run.model(X).float(), Y)
     assert run.step(loss).applied
 
@@ -64,7 +64,7 @@ def test_a_copy_is_the_plain_model_with_all_digits(make, policy):
     run = nc.prepare(model, optimizer, policy=policy, loss_scale=nc.LossScale(init_scale=256.0))
     step(run)
     made = make(model)
-    wanted = {name: value.clone() for name, value in run.full_weights().items()}
+    wanted = {name: value.clone() for name, value in run.fp32_state_dict().items()}
     check_equal(state_of(made), wanted)
     plain, _ = classifier()
     assert [type(m) for m in made.modules()] == [type(m) for m in plain.modules()]
@@ -99,7 +99,7 @@ def test_a_copy_leaves_the_original_to_train_on_as_if_nothing_had_been(policy):
             if copied:
                 copy.deepcopy(model)
                 pickle.dumps(model)
-        return {name: value.clone() for name, value in run.full_weights().items()}
+        return {name: value.clone() for name, value in run.fp32_state_dict().items()}
 
     check_equal(three_steps(copied=True), three_steps(copied=False))
 
@@ -142,7 +142,7 @@ def test_what_another_process_is_sent_has_every_digit(policy):
     run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), policy=policy)
     step(run)
     sent = pickle.loads(ForkingPickler.dumps(model))
-    full = run.full_weights()
+    full = run.fp32_state_dict()
     assert type(sent) is TwoNames
     assert all(torch.equal(value, full[name]) for name, value in sent.state_dict().items())
     assert sent.one.weight is sent.other.weight
@@ -160,6 +160,6 @@ def test_a_prepared_model_is_handed_to_a_spawned_process(tmp_path):
     process.start()
     process.join(60)
     assert process.exitcode == 0
-    there, full = torch.load(tmp_path / "model.pt", weights_only=False), run.full_weights()
+    there, full = torch.load(tmp_path / "model.pt", weights_only=False), run.fp32_state_dict()
     assert all(torch.equal(value, full[name]) for name, value in there.state_dict().items())
     assert there(X).dtype == torch.float32

@@ -62,7 +62,7 @@ def ours(trained, edit, **settings):
     run = nc.prepare(model, optimizer, **settings)
     seen = []
     for x, y in zip(INPUTS, TARGETS, strict=True):
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x).float(), y)
         run.backward(loss)
         run.unscale()
@@ -128,7 +128,7 @@ def accumulation(trained, **settings):
     losses = []
     for x, y in zip(INPUTS, TARGETS, strict=True):
         for part, labels in zip(x.chunk(4), y.chunk(4), strict=True):
-            with run.compute():
+            with run.autocast():
                 loss = F.cross_entropy(model(part), labels) / 4
             run.backward(loss)
             losses.append(loss.item())
@@ -190,7 +190,7 @@ def private(trained, **settings):
     run = nc.prepare(model, optimizer, **settings)
     seen = []
     for x, y in zip(INPUTS, TARGETS, strict=True):
-        with run.compute():
+        with run.autocast():
             gradients = per_sample(model, x, y)
         seen.append(clip_each(model, gradients))
         run.step()

@@ -56,13 +56,13 @@ def sam(trained, **settings):
     run = nc.prepare(model, optimizer, **settings)
     losses = []
     for x, y in zip(INPUTS, TARGETS, strict=True):
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x).float(), y)
         run.backward(loss)
         run.unscale()
         before = walk_uphill(model)
         run.zero_grad()
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x).float(), y)
         run.backward(loss)
         walk_back(model, before)
@@ -89,13 +89,13 @@ def test_sam_trains_in_a_narrow_policy(trained, near, narrow_or_params):
 def test_weights_that_walk_away_and_back_keep_the_digits_beside_them():
     model, optimizer = classifier()
     run = nc.prepare(model, optimizer, policy="bf16, params=bf16, master=split")
-    with run.compute():
+    with run.autocast():
         loss = F.cross_entropy(model(INPUTS[0]).float(), TARGETS[0])
     run.backward(loss)
-    full = {name: value.clone() for name, value in run.full_weights().items()}
+    full = {name: value.clone() for name, value in run.fp32_state_dict().items()}
     before = walk_uphill(model)
     walk_back(model, before)
-    found = run.full_weights()
+    found = run.fp32_state_dict()
     assert [name for name, value in full.items() if not torch.equal(found[name], value)] == []
 
 
@@ -126,7 +126,7 @@ def maml(trained, **settings):
     run = nc.prepare(model, optimizer, **settings)
     losses = []
     for x, y in zip(INPUTS, TARGETS, strict=True):
-        with run.compute():
+        with run.autocast():
             loss = maml_loss(model, x, y)
         run.step(loss)
         losses.append(loss.item())

@@ -51,7 +51,7 @@ def autoencoder(trained, **settings):
     run = nc.prepare(model, optimizer, **settings)
     losses = []
     for x in INPUTS:
-        with run.compute():
+        with run.autocast():
             loss = F.mse_loss(model.decode(model.encode(x)).float(), x)
         run.step(loss)
         losses.append(loss.item())
@@ -73,7 +73,7 @@ def test_a_part_called_alone_computes_as_it_does_inside_compute(door, narrow_or_
     model, optimizer = parts()
     run = nc.prepare(model, optimizer, **narrow_or_params)
     call = model.encode if door == "encode" else model.get_submodule(door)
-    with run.compute():
+    with run.autocast():
         inside = call(INPUTS[0])
     assert torch.equal(call(INPUTS[0]), inside)
 
@@ -106,7 +106,7 @@ def checkpointed(trained, how, **settings):
     run = nc.prepare(model, optimizer, **settings)
     losses = []
     for x in INPUTS:
-        with run.compute():
+        with run.autocast():
             loss = F.mse_loss(model(x).float(), x)
         run.step(loss)
         losses.append(loss.item())

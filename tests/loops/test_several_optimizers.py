@@ -45,7 +45,7 @@ def muon(trained, **settings):
     assert run.optimizers == tuple(optimizers)
     losses = []
     for x, y in zip(INPUTS, TARGETS, strict=True):
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x), y)
         run.step(loss)
         losses.append(loss.item())
@@ -67,7 +67,7 @@ def test_a_skipped_step_moves_none_of_several_optimizers(trained):
     run = nc.prepare(model, optimizers, scheduler=schedulers, policy="bf16")
     before = trained([], [model], optimizers).tensors()
     before = {name: value.clone() for name, value in before.items()}
-    with run.compute():
+    with run.autocast():
         loss = F.cross_entropy(model(INPUTS[0] * float("inf")), TARGETS[0])
     assert not run.step(loss).applied
     after = trained([], [model], optimizers).tensors()
@@ -102,10 +102,10 @@ def plateau(trained, **settings):
     run = nc.prepare(model, optimizer, scheduler=scheduler, **settings)
     losses, rates = [], []
     for x, y in zip(INPUTS, TARGETS, strict=True):
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x), y)
         run.step(loss)
-        run.plateau(loss.item())
+        run.scheduler_step(loss.item())
         losses.append(loss.item())
         rates.append(optimizer.param_groups[0]["lr"])
     run.release()
@@ -128,8 +128,8 @@ def test_a_plateau_that_the_user_steps_is_the_users(kept):
     given = {"scheduler": scheduler} if kept == "run" else {}
     run = nc.prepare(model, optimizer, policy="bf16", **given)
     for value in (1.0, 2.0, 3.0):
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(INPUTS[0]), TARGETS[0])
         run.step(loss)
-        run.plateau(value) if kept == "run" else scheduler.step(value)
+        run.scheduler_step(value) if kept == "run" else scheduler.step(value)
     assert optimizer.param_groups[0]["lr"] == 0.125

@@ -59,7 +59,7 @@ def made(policy, optimizer="adamw", extra="plain"):
 def go_on(run, *, seed, steps=4):
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        with run.compute():
+        with run.autocast():
             loss = run.model(torch.randn(32, 16, generator=generator)).float().square().mean()
         run.step(loss)
 
@@ -78,17 +78,17 @@ def same(one, other):
 def test_a_state_goes_back_to_where_it_was_taken(policy, optimizer, extra):
     run = made(policy, optimizer, extra)
     go_on(run, seed=1)
-    state, weights = run.state_dict(), run.full_weights()
-    answer = run.answer_weights()
+    state, weights = run.state_dict(), run.fp32_state_dict()
+    answer = run.eval_state_dict()
     before = frozen_copy(state), frozen_copy(weights), frozen_copy(answer)
     go_on(run, seed=2)
-    straight = run.full_weights()
+    straight = run.fp32_state_dict()
     assert not same(straight, weights)
     assert all(map(same, (state, weights, answer), before))
     run.load_state_dict(state)
-    assert same(run.full_weights(), weights)
+    assert same(run.fp32_state_dict(), weights)
     go_on(run, seed=2)
-    assert same(run.full_weights(), straight)
+    assert same(run.fp32_state_dict(), straight)
     assert same(state, before[0])
 
 
@@ -96,15 +96,15 @@ def test_a_state_goes_back_to_where_it_was_taken(policy, optimizer, extra):
 def test_what_is_written_to_full_weights_leaves_the_run_alone(policy):
     run = made(policy)
     go_on(run, seed=1)
-    expected = frozen_copy(run.full_weights())
-    for tensor in [*tensors_in(run.full_weights()), *tensors_in(run.state_dict())]:
+    expected = frozen_copy(run.fp32_state_dict())
+    for tensor in [*tensors_in(run.fp32_state_dict()), *tensors_in(run.state_dict())]:
         tensor.zero_()
-    assert same(run.full_weights(), expected)
+    assert same(run.fp32_state_dict(), expected)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tied_weights_are_one_tensor_in_what_is_returned(policy):
-    weights = made(policy).full_weights()
+    weights = made(policy).fp32_state_dict()
     assert weights["inner.weight"].data_ptr() == weights["again.weight"].data_ptr()
 
 
@@ -114,17 +114,17 @@ def test_reptile_ends_where_it_does_with_copies_made_by_hand(policy):
     for by_hand in (False, True):
         run = made(policy)
         for task in range(3):
-            start = run.full_weights()
+            start = run.fp32_state_dict()
             start = copy.deepcopy(start) if by_hand else start
             go_on(run, seed=task)
-            there = run.full_weights()
+            there = run.fp32_state_dict()
             blended = {
                 name: torch.lerp(start[name], there[name], 0.5) if there[name].is_floating_point()
                 else there[name]
                 for name in there
             }  # fmt: skip
             run.model.load_state_dict(blended)
-        ends.append(run.full_weights())
+        ends.append(run.fp32_state_dict())
     assert same(*ends)
 
 

@@ -63,10 +63,10 @@ def dqn(trained, *, soft, copied, **settings):
         target = copy.deepcopy(q)
     losses = []
     for i in range(STEPS):
-        with run.compute():
+        with run.autocast():
             loss = td_loss(q, target, i)
         run.step(loss)
-        follow(target, run.full_weights(), soft=soft, i=i)
+        follow(target, run.fp32_state_dict(), soft=soft, i=i)
         losses.append(loss.item())
     run.release()
     return trained(losses, [q, target], [optimizer])
@@ -140,8 +140,8 @@ def moco(trained, **settings):
     run = nc.prepare(model, optimizer, **settings)
     losses = []
     for one, other in VIEWS:
-        model.follow(run.full_weights())
-        with run.compute():
+        model.follow(run.fp32_state_dict())
+        with run.autocast():
             loss = F.cross_entropy(model(one, other), LABELS)
         run.step(loss)
         losses.append(loss.item())
@@ -172,7 +172,7 @@ def test_a_skipped_step_gives_the_queue_back():
     model, optimizer = contrast()
     run = nc.prepare(model, optimizer, policy="bf16")
     queue, place = model.queue.clone(), model.place.clone()
-    with run.compute():
+    with run.autocast():
         loss = F.cross_entropy(model(VIEWS[0, 0] * float("inf"), VIEWS[0, 1]), LABELS)
     assert not run.step(loss).applied
     assert torch.equal(model.queue, queue)

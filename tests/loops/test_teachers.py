@@ -44,7 +44,7 @@ def distillation(trained, *, teacher_is, **settings):
     run = nc.prepare(both if teacher_is == "inside" else student, optimizer, **settings)
     losses = []
     for x in INPUTS:
-        with run.compute():
+        with run.autocast():
             loss = soft_loss(student, teacher, x)
         run.step(loss)
         losses.append(loss.item())
@@ -73,7 +73,7 @@ def test_a_teacher_in_bf16_from_the_start_stays_so_and_teaches(trained):
     for x in INPUTS:
         with torch.no_grad():
             wanted = teacher(x.bfloat16()).float().softmax(1)
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(student(x), wanted)
         assert run.step(loss).applied
     after = teacher.state_dict()

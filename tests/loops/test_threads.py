@@ -30,10 +30,10 @@ def trained(policy, seed, *, steps=12):
             weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
     run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), policy=policy)
     for _ in range(steps):
-        with run.compute():
+        with run.autocast():
             loss = model(torch.randn(32, 16, generator=generator)).float().square().mean()
         run.step(loss)
-    return run.full_weights()
+    return run.fp32_state_dict()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

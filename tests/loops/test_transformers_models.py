@@ -91,7 +91,7 @@ def loop(trained, build, **settings):
     run = nc.prepare(model, optimizer, **settings)
     losses = []
     for _ in range(STEPS):
-        with run.compute():
+        with run.autocast():
             loss = model(**batch).loss
         run.step(loss)
         losses.append(loss.item())
@@ -133,12 +133,12 @@ def test_a_model_generates_between_two_steps(build, narrow_or_params):
     model, batch, optimizer = parts(build)
     run = nc.prepare(model, optimizer, **narrow_or_params)
     for _ in range(2):
-        with run.compute():
+        with run.autocast():
             loss = model.train()(**batch).loss
         assert run.step(loss).applied
         tokens = generated(model, batch)
         assert tokens.dtype == torch.long
-        with run.compute():
+        with run.autocast():
             assert torch.equal(generated(model, batch), tokens)
 
 
@@ -158,7 +158,7 @@ def test_an_encoder_called_alone_computes_in_the_models_policy(build, narrow_or_
     with torch.no_grad():
         encoder = model.get_encoder()
         alone = encoder(inputs).last_hidden_state
-        with run.compute():
+        with run.autocast():
             inside = encoder(inputs).last_hidden_state
     assert torch.equal(alone, inside)
 
@@ -167,7 +167,7 @@ def test_lora_trains_its_adapters_only_and_leaves_the_base_as_it_was(narrow_or_p
     model, batch, optimizer = parts(lora)
     base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     run = nc.prepare(model, optimizer, **narrow_or_params)
-    with run.compute():
+    with run.autocast():
         loss = model(**batch).loss
     assert run.step(loss).applied
     now = dict(model.named_parameters())
@@ -184,7 +184,7 @@ def test_a_base_in_bf16_under_lora_stays_in_bf16(trained):
     run = nc.prepare(model, torch.optim.AdamW(adapters, lr=1e-2), policy="bf16")
     losses = []
     for _ in range(STEPS):
-        with run.compute():
+        with run.autocast():
             loss = model(**batch).loss
         assert run.step(loss).applied
         losses.append(loss.item())

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 
 PARAMS_BF16 = "bf16, params=bf16, master=split"
 STEPS = 6
@@ -38,7 +38,7 @@ def plain_loop(trained):
 def loop(run, called):
     losses = []
     for x, y in zip(INPUTS, TARGETS, strict=True):
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(called(x).float(), y)
         run.step(loss)
         losses.append(loss.item())
@@ -88,7 +88,7 @@ def test_ddp_around_a_model_with_weights_of_16_bits_trains(trained, near):
 def test_weights_that_ddp_has_sorted_into_buckets_are_not_given_another_dtype():
     model, optimizer = classifier()
     called = DistributedDataParallel(model)
-    with pytest.raises((RecipeError, UnsupportedError), match="DistributedDataParallel"):
+    with pytest.raises((ConfigError, UnsupportedError), match="DistributedDataParallel"):
         nc.prepare(called, optimizer, policy=PARAMS_BF16)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
@@ -122,7 +122,7 @@ def test_full_weights_of_a_fabric_module_are_full_under_the_names_it_saves():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     called, wrapped = fabric.setup(model, optimizer)
     run = nc.prepare(called, wrapped.optimizer, policy=PARAMS_BF16)
-    full = run.full_weights()
+    full = run.fp32_state_dict()
     assert full.keys() == before.keys()
     assert [name for name, value in before.items() if not torch.equal(full[name], value)] == []
 

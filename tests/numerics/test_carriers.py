@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.numerics import BF16, E2M1, E4M3, E5M2, FP16, FP32, TF32, quantize, round_to
-from narrowcast.numerics.carriers import CHUNK, DOUBLE, SINGLE, carrier_of, largest_shared
+from narrowcast.numerics.carriers import CHUNK, DOUBLE, SINGLE, get_carrier, largest_shared
 
 FORMATS = [FP32, TF32, BF16, FP16, E4M3, E5M2, E2M1]
 for_each_format = pytest.mark.parametrize("target", FORMATS, ids=lambda each: each.name)
@@ -74,8 +74,8 @@ def test_what_is_not_a_real_float_is_refused(dtype):
 
 
 def test_fp64_alone_is_carried_in_fp64():
-    assert carrier_of(torch.zeros(1, dtype=torch.float64)) is DOUBLE
-    assert carrier_of(torch.zeros(1, dtype=torch.bfloat16)) is SINGLE
+    assert get_carrier(torch.zeros(1, dtype=torch.float64)) is DOUBLE
+    assert get_carrier(torch.zeros(1, dtype=torch.bfloat16)) is SINGLE
 
 
 @pytest.mark.parametrize("carrier", [SINGLE, DOUBLE], ids=["fp32", "fp64"])
@@ -85,8 +85,8 @@ def test_the_masks_of_a_carrier_part_a_float_into_its_fields(carrier):
     assert ((bits & carrier.sign_mask) != 0).tolist() == [True, False, True, False]
     power = (bits & carrier.exponent_mask).view(carrier.float_dtype)
     assert power.tolist() == [1.0, 0.5, 0.0, 2.0**34]
-    assert carrier.bits_of(0.75) == int(bits[1])
-    assert carrier.bits_of(0.5) | carrier.mantissa_mask == int(bits[1]) | carrier.mantissa_mask
+    assert carrier.to_bits(0.75) == int(bits[1])
+    assert carrier.to_bits(0.5) | carrier.mantissa_mask == int(bits[1]) | carrier.mantissa_mask
     assert carrier.largest_power * (2 - torch.finfo(carrier.float_dtype).eps) == float(
         torch.finfo(carrier.float_dtype).max
     )

@@ -19,7 +19,7 @@ from narrowcast.numerics import (
     round_to,
     scale_for,
 )
-from narrowcast.numerics.carriers import carrier_of
+from narrowcast.numerics.carriers import get_carrier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_each_device = pytest.mark.parametrize("device", DEVICES)
@@ -154,7 +154,7 @@ def test_finite_values_stay_finite_at_both_ends_of_their_dtype(target, per, dtyp
         assert ours.isfinite().all()
         # Half a step of the target, or a whole one where the top of the dtype cuts it off; and no
         # scale is larger than what lifts 1 to the largest power of two.
-        lift = carrier_of(x).largest_power
+        lift = get_carrier(x).largest_power
         step = (x.double().abs() * target.epsilon).clamp(min=target.smallest / lift)
         error = (ours.double() - x.double()).abs()
         assert (error <= step.clamp(min=target.smallest * extreme)).all()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from narrowcast.hardware import Hardware, Support, probe
+from narrowcast.hardware import Hardware, Support, detect_hardware
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 PRODUCTS = (
@@ -35,7 +35,7 @@ class RefuseNative16BitProducts(TorchDispatchMode):
 @pytest.fixture
 def guarded() -> Iterator[None]:
     """Run the test where no native 16-bit product may happen, unless this CPU is made for them."""
-    if probe("cpu").products["bf16"].how == "native":
+    if detect_hardware("cpu").products["bf16"].how == "native":
         yield
         return
     with RefuseNative16BitProducts():

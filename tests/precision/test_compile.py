@@ -46,12 +46,12 @@ def trained(policy, *, backend=None, steps=2, **settings):
     call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
     outputs = []
     for _ in range(steps):
-        with run.compute():
+        with run.autocast():
             output = call(IDS)
             loss = F.cross_entropy(output.flatten(0, 1), IDS.flatten())
         assert run.step(loss).applied
         outputs.append(output.detach().float())
-    return outputs, run.full_weights()
+    return outputs, run.fp32_state_dict()
 
 
 POLICIES = ["fp32", "bf16", "fp8-delayed", "bf16, params=bf16, master=split", "bf16; up: fp32"]
@@ -102,9 +102,9 @@ def test_a_policy_that_returns_is_not_compiled_again(cpu):
     counts = []
     policies = ("bf16", "fp8-delayed", "bf16; up: fp32")
     for policy in policies * 2:
-        run.change(make_plan(model, policy, hardware=run.plan.hardware, emulate=True))
+        run.set_policy(make_plan(model, policy, hardware=run.plan.hardware, emulate=True))
         for _ in range(2):
-            with run.compute():
+            with run.autocast():
                 loss = F.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten())
             assert run.step(loss).applied
         counts.append(len(traced))
@@ -143,7 +143,7 @@ def test_an_island_is_one_in_a_compiled_model_too_and_no_product_is_native():
     compiled = torch.compile(model, backend=aot_autograd(fw_compiler=note), fullgraph=True)
     grads = []
     for call in (model, compiled):
-        with run.compute():
+        with run.autocast():
             output, angles = call(x)
             loss = output.pow(2).mean()
         run.backward(loss)
@@ -177,7 +177,7 @@ def test_a_recurrent_layer_is_left_out_of_the_graph_and_computes_as_ever(kind):
     )
     found = []
     for call in (model, torch.compile(model, backend="aot_eager")):
-        with run.compute():
+        with run.autocast():
             output = call(x)
         run.backward(output.pow(2).mean())
         found.append((output, *(p.grad.clone() for p in model.parameters())))

@@ -25,12 +25,12 @@ def products(policy, *, emulate):
     # Small enough for the loss scale to leave them inside fp16.
     weights = torch.randn(ROWS, OUT, device="cuda") * 2.0**-10
     planned = nc.plan(
-        model, policy, hardware=nc.probe(), emulate=emulate, only_faster=False
+        model, policy, hardware=nc.detect_hardware(), emulate=emulate, skip_slow_fp8=False
     )  # or a plan keeps layers as small as this one in bf16
     hows = {"emulated"} if emulate else {"native"}
     assert {m.how for m in planned.modules} == hows
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), policy=planned)
-    with run.compute():
+    with run.autocast():
         y = model(x)
     run.backward((y.float() * weights).sum())
     scale = run.stats().scale_history[0][1] if run.stats().scale_history else 65536.0
@@ -84,7 +84,7 @@ def test_a_step_never_waits_for_the_device_and_a_skip_moves_nothing(
     bad = torch.tensor(float("inf"), device="cuda")
 
     def step(factor=None):
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x), y)
         return run.step(loss if factor is None else loss * factor)
 
@@ -109,7 +109,7 @@ def test_neither_buffers_nor_clipping_by_hand_make_the_host_wait(policy, host_ne
 
     def step(factor=None):
         run.zero_grad()
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x), y)
         run.backward(loss if factor is None else loss * factor)
         run.unscale()
@@ -135,7 +135,7 @@ def test_a_recurrent_layer_is_in_bf16_and_not_in_fp16(cuda, kind, policy):
     x = torch.randn(4, 6, 16, device=cuda)
     wanted = model(x)[0]
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
-    with run.compute():
+    with run.autocast():
         output = model(x * 1e5)[0]  # beyond fp16
         near = model(x)[0]
     assert near.dtype == torch.bfloat16

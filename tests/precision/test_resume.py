@@ -36,7 +36,7 @@ def train(run, first, last):
     told = []
     for step in range(first, last):
         factor = math.inf if step % 4 == 1 else 1.0 + step
-        with run.compute():
+        with run.autocast():
             loss = F.mse_loss(run.model(X * factor), torch.zeros(8, 4))
         outcome = run.step(loss)
         told.append((outcome.applied, outcome.loss_scale, outcome.grad_norm, outcome.lr))
@@ -64,7 +64,7 @@ def test_a_run_goes_on_bit_for_bit_in_fresh_objects(policy, fused, same_state):
     # NaN norms of skipped steps are not equal to themselves; their text is.
     assert str(train(resumed, 6, 12)) == str(rest)
     assert same_state(resumed.state_dict(), straight.state_dict())
-    assert same_state(resumed.full_weights(), straight.full_weights())
+    assert same_state(resumed.fp32_state_dict(), straight.fp32_state_dict())
 
 
 def test_parts_go_on_where_they_stood(same_state):
@@ -79,21 +79,21 @@ def test_parts_go_on_where_they_stood(same_state):
 
 
 def test_patience_is_not_renewed_by_a_resume():
-    straight = fresh("bf16", patience=4)
+    straight = fresh("bf16", max_skipped_steps=4)
     for _ in range(3):
         straight.step(straight.model(X).sum() * math.nan)
-    resumed = fresh("bf16", patience=4)
+    resumed = fresh("bf16", max_skipped_steps=4)
     resumed.load_state_dict(straight.state_dict())
     assert resumed.stats().overflows_at_floor == 3
 
 
 def test_the_lost_update_meter_looks_at_the_same_steps():
-    straight = fresh("bf16", meter_every=3)
+    straight = fresh("bf16", lost_updates_every=3)
     train(straight, 0, 4)
-    resumed = fresh("bf16", meter_every=3)
+    resumed = fresh("bf16", lost_updates_every=3)
     resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
     for run in (straight, resumed):
-        with run.compute():
+        with run.autocast():
             loss = run.model(X).square().mean()
         assert run.step(loss).lost_updates is None
     assert resumed.steps_attempted == straight.steps_attempted == 5

@@ -44,7 +44,7 @@ def prepared(model, policy, optimizer=torch.optim.AdamW, **settings):
 def train(run, steps=2):
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
     for _ in range(steps):
-        with run.compute():
+        with run.autocast():
             loss = run.model(x).square().mean()
         assert run.step(loss).applied
 
@@ -80,7 +80,7 @@ def test_advice_for_sharded_weights_trains_them_as_whole_ones(mesh):
     runs = [prepared(m, policy, fused_optimizer=True) for m in (sharded(mesh), network())]
     for run in runs:
         train(run)
-    ours, plain = (run.full_weights() for run in runs)
+    ours, plain = (run.fp32_state_dict() for run in runs)
     assert all(torch.equal(ours[name].full_tensor(), plain[name]) for name in plain)
 
 
@@ -94,14 +94,14 @@ def test_weights_that_fsdp_gathers_together_need_one_dtype(mesh):
 def test_sharded_weights_keep_their_dtype_until_the_end(mesh):
     run = prepared(sharded(mesh), "bf16, params=bf16", fused_optimizer=True)
     train(run)
-    with pytest.raises(UnsupportedError, match=r"change\(\).*same params="):
-        run.change("bf16")
-    with pytest.raises(UnsupportedError, match=r"release\(\).*full_weights"):
+    with pytest.raises(UnsupportedError, match=r"set_policy\(\).*same params="):
+        run.set_policy("bf16")
+    with pytest.raises(UnsupportedError, match=r"release\(\).*fp32_state_dict"):
         run.release()
     train(run)
     wide = prepared(sharded(mesh), "bf16", fused_optimizer=True)
     train(wide)
-    wide.change("fp32")
+    wide.set_policy("fp32")
     train(wide)
     assert torch.isfinite(wide.release()(torch.ones(1, 16))).all()
 

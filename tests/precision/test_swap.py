@@ -86,7 +86,7 @@ def prepared(model, policy="bf16", **settings):
 
 
 def step(run, **kwargs):
-    with run.compute():
+    with run.autocast():
         loss = run.model(torch.ones(4, 16), **kwargs).float().square().mean()
     return run.step(loss)
 
@@ -154,7 +154,7 @@ def test_a_forward_put_on_the_instance_runs_in_the_policy_and_is_given_back(poli
 
     mine = model.forward = MethodType(forward, model)
     run = prepared(model, policy)
-    with run.compute():
+    with run.autocast():
         inside = model(torch.ones(4, 16))
     outside = model(torch.ones(4, 16))
     assert len(calls) == 2
@@ -169,11 +169,11 @@ def test_a_forward_that_wraps_ours_goes_on_through_another_policy():
     ours, calls = run.model.forward, []
     run.model.forward = lambda *args, **kwargs: calls.append(1) or ours(*args, **kwargs)
     assert step(run).applied
-    run.change("fp16")
+    run.set_policy("fp16")
     assert step(run).applied
     assert len(calls) == 2
     expected = copy.deepcopy(Block())
-    expected.load_state_dict(run.full_weights())
+    expected.load_state_dict(run.fp32_state_dict())
     del run.model.forward
     again = prepared(expected, "fp16")
     x = torch.ones(2, 16)
@@ -183,10 +183,10 @@ def test_a_forward_that_wraps_ours_goes_on_through_another_policy():
 def test_a_linear_layer_with_a_forward_on_the_instance_keeps_its_products():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     model[0].forward = MethodType(lambda self, x: x @ self.weight * 0, model[0])
-    plan = nc.plan(model, "fp8-tensor", hardware=nc.probe("cpu"))
+    plan = nc.plan(model, "fp8-tensor", hardware=nc.detect_hardware("cpu"))
     assert "forward of its own" in plan.module("0").reason
     run = prepared(model, "fp8-tensor")
-    with run.compute():
+    with run.autocast():
         assert torch.equal(model(torch.ones(2, 16)), model(torch.zeros(2, 16)))
 
 
@@ -208,7 +208,7 @@ def test_a_copy_is_the_plain_model_with_every_digit(policy, how):
         torch.save(model, file)
         file.seek(0)
         copied = torch.load(file, weights_only=False)
-    full = run.full_weights()
+    full = run.fp32_state_dict()
     assert [type(m) for m in copied] == [Block, Block, nn.LayerNorm, nn.BatchNorm1d]
     assert type(copied[0].linear) is nn.Linear
     assert copied[0].linear.weight is copied[1].linear.weight
@@ -227,7 +227,7 @@ def test_a_copy_of_a_part_is_plain_too():
     step(run)
     part = copy.deepcopy(run.model[0])
     assert type(part) is Block
-    assert torch.equal(part.linear.weight, run.full_weights()["0.linear.weight"])
+    assert torch.equal(part.linear.weight, run.fp32_state_dict()["0.linear.weight"])
 
 
 def test_a_prepare_that_fails_leaves_the_model_as_it_was():
@@ -263,7 +263,7 @@ def test_a_state_loaded_after_prepare_keeps_every_digit_that_can_be_kept(master,
         model.load_state_dict(pretrained.state_dict())
     else:
         model[0].load_state_dict(pretrained[0].state_dict())
-    full, wanted = run.full_weights()["0.linear.weight"], pretrained[0].linear.weight
+    full, wanted = run.fp32_state_dict()["0.linear.weight"], pretrained[0].linear.weight
     assert torch.equal(model[0].linear.weight, wanted.bfloat16())
     digits = {"fp32": 0.0, "split": 0.0, "kahan": 2.0**-16}.get(master, 2.0**-8)
     assert ((full - wanted).abs() <= digits * wanted.abs()).all()
@@ -280,7 +280,7 @@ def test_what_load_hooks_make_of_a_state_is_what_is_loaded():
     state = Block().state_dict()
     wrapper.module = model  # as DDP holds it
     wrapper.load_state_dict({f"module.{name}": value for name, value in state.items()})
-    full = run.full_weights()
+    full = run.fp32_state_dict()
     assert torch.equal(full["linear.weight"], state["linear.weight"] / 2)
     assert torch.equal(full["linear.bias"], state["linear.bias"])
 
@@ -290,9 +290,9 @@ def test_a_copy_made_of_averages_holds_all_of_their_digits():
     run = prepared(model, "bf16, params=bf16, master=split", ema_decay=0.9)
     for _ in range(5):
         step(run)
-    with run.averaged():
+    with run.use_ema():
         best = copy.deepcopy(model)
-    averages = run.averaged_weights()
+    averages = run.ema_state_dict()
     assert all(torch.equal(value, averages[name]) for name, value in best.state_dict().items())
 
 

@@ -38,7 +38,7 @@ def step(number: int, **changes: Any) -> StepRecord:
         "loss": 2.0,
         "loss_scale": 65536.0,
         "applied": True,
-        "why": "",
+        "skip_reason": "",
         "grad_norm": 1.0,
         "lr": 1e-3,
         "lost_updates": None,
@@ -125,7 +125,7 @@ def settings(steps: int, **changes: Any) -> dict[str, dict[str, Any]]:
         "steps": (steps, "command line"),
         "batch_size": (16, "quickstart.yaml"),
         "seed": (0, "default"),
-        "accumulate": (1, "default"),
+        "gradient_accumulation_steps": (1, "default"),
         "clip_norm": (1.0, "default"),
         "optimizer.name": ("adamw", "default"),
         "optimizer.lr": (1e-3, "quickstart.yaml"),
@@ -134,7 +134,7 @@ def settings(steps: int, **changes: Any) -> dict[str, dict[str, Any]]:
         "precision.policy": ("fp16", "command line"),
         "precision.overrides": ({"head": "bf16"}, "quickstart.yaml"),
         "precision.loss_scale.init_scale": (65536.0, "default"),
-        "precision.loss_scale.patience": (50, "default"),
+        "precision.loss_scale.max_skipped_steps": (50, "default"),
         "eval.every": (100, "quickstart.yaml"),
     }
     found.update({key: (value, "command line") for key, value in changes.items()})
@@ -157,7 +157,7 @@ def a_course(steps: int, *, eval_every: int, seed: int = 0) -> list[Record]:
                 loss=loss,
                 loss_scale=scale,
                 applied=not overflow,
-                why=WHY if overflow else "",
+                skip_reason=WHY if overflow else "",
                 grad_norm=math.inf if overflow else 0.6 * math.exp(chance.gauss(0, 0.25)),
                 lr=lr,
                 lost_updates=0.02 + 0.06 * n / steps + chance.random() * 0.01,
@@ -320,7 +320,7 @@ def classifier_course(course: Callable[..., list[Record]]) -> list[Record]:
             case StepRecord():
                 sparsity = 0.25 + 0.001 * record.step
                 parts = {"reconstruction": record.loss - sparsity, "sparsity": sparsity}
-                return replace(record, parts=parts)
+                return replace(record, loss_parts=parts)
             case EvalRecord():
                 accuracy = 0.5 + 0.001 * record.step
                 return replace(record, metrics={"loss": 2.0, "accuracy": accuracy})

@@ -190,7 +190,7 @@ def test_the_page_tells_the_run(run_folder):
         "Optimizer moments",
         "enough to see it learn",
         "Example CPU",
-        "precision.loss_scale.patience",
+        "precision.loss_scale.max_skipped_steps",
     ):
         assert said in text
 
@@ -203,7 +203,7 @@ def test_what_the_run_wrote_cannot_become_part_of_the_page(
     path = make_run(
         [
             step(1),
-            step(2, applied=False, why=hostile),
+            step(2, applied=False, skip_reason=hostile),
             EvalRecord(step=2, metrics={hostile: 1.0}),
             FindingRecord(
                 step=2,
@@ -247,7 +247,9 @@ def one_step(step):
 
 
 def never_finite(step):
-    return [step(n, loss=math.nan, grad_norm=math.nan, applied=False, why="nan") for n in (1, 2)]
+    return [
+        step(n, loss=math.nan, grad_norm=math.nan, applied=False, skip_reason="nan") for n in (1, 2)
+    ]
 
 
 def interrupted(step):
@@ -257,7 +259,7 @@ def interrupted(step):
 
 def diverged(step):
     return [step(1)] + [
-        step(n, loss=math.inf, grad_norm=math.inf, applied=False, why="inf", loss_scale=1.0)
+        step(n, loss=math.inf, grad_norm=math.inf, applied=False, skip_reason="inf", loss_scale=1.0)
         for n in range(2, 60)
     ]
 
@@ -322,7 +324,11 @@ def test_a_long_run_gives_a_small_page_soon(make_run, course, plan_of, module, s
 
 def test_a_long_run_that_skips_every_other_step_gives_a_small_page(make_run, step):
     records = [
-        step(n, applied=n % 2 == 0, why="" if n % 2 == 0 else f"step {n}: " + "overflow " * 15)
+        step(
+            n,
+            applied=n % 2 == 0,
+            skip_reason="" if n % 2 == 0 else f"step {n}: " + "overflow " * 15,
+        )
         for n in range(10_000)
     ]
     page = write_report(make_run(records, steps=10_000))

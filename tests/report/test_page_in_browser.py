@@ -211,7 +211,7 @@ def test_a_hostile_run_runs_nothing(make_run, plan_of, module, step, sample, ten
     hostile = "<img src=x onerror=\"document.body.dataset.owned='yes'\"><b>bold</b>"
     records = [
         step(1),
-        step(2, applied=False, why=hostile),
+        step(2, applied=False, skip_reason=hostile),
         sample(2, {(hostile, hostile): ("e4m3", tensor(1.0))}),
     ]
     plan = plan_of([module(hostile, reason=hostile)])

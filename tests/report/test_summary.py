@@ -85,7 +85,7 @@ def test_a_run_that_saved_its_last_step_was_stopped(run_data_of, step):
 
 
 def test_a_run_that_ends_on_as_many_skips_as_allowed_has_diverged(run_data_of, step):
-    skips = [step(n, applied=False, why="inf in head", loss_scale=1.0) for n in range(2, 7)]
+    skips = [step(n, applied=False, skip_reason="inf in head", loss_scale=1.0) for n in range(2, 7)]
     finding = FindingRecord(
         step=6, since=6, module="head", role="output", what="", why="", action="", advice=""
     )
@@ -98,12 +98,12 @@ def test_a_run_that_ends_on_as_many_skips_as_allowed_has_diverged(run_data_of, s
 
 
 def test_fewer_skips_than_allowed_are_not_a_divergence(run_data_of, step):
-    skips = [step(n, applied=False, why="inf") for n in range(2, 6)]
+    skips = [step(n, applied=False, skip_reason="inf") for n in range(2, 6)]
     assert ending(run_data_of([step(1), *skips], steps=10, **{PATIENCE: 5})).label == "Unfinished"
 
 
 def test_a_run_whose_scale_still_falls_has_not_given_up(run_data_of, step):
-    skips = [step(n, applied=False, why="inf", loss_scale=2.0**-n) for n in range(2, 60)]
+    skips = [step(n, applied=False, skip_reason="inf", loss_scale=2.0**-n) for n in range(2, 60)]
     assert ending(run_data_of([step(1), *skips], steps=99, **{PATIENCE: 5})).label == "Unfinished"
 
 
@@ -161,7 +161,7 @@ def test_the_headline_says_how_the_evaluations_went(metrics, said, run_data_of, 
 
 def test_a_run_that_came_to_nothing_says_so_first(run_data_of, step):
     evals = [EvalRecord(step=n, metrics={"loss": y}) for n, y in ((1, 2.5), (2, math.nan))]
-    skipped = step(2, applied=False, why="inf in head")
+    skipped = step(2, applied=False, skip_reason="inf in head")
     data = run_data_of([step(1), skipped, *evals], steps=2)
     assert (
         headline(data) == "quickstart diverged in fp16 in 2 steps: its last evaluated loss is nan."
@@ -206,7 +206,7 @@ def test_memory_that_was_not_measured_is_not_a_fact(run_data_of, step):
     assert "Peak memory" not in labels
 
 
-PATIENCE = "precision.loss_scale.patience"
+PATIENCE = "precision.loss_scale.max_skipped_steps"
 
 
 def test_the_task_says_what_is_counted_and_how_its_headline_is_written(

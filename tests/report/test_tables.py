@@ -11,14 +11,14 @@ def finding(step, **changes):
 
 
 def test_reasons_are_counted_with_the_most_frequent_first(run_data_of, step):
-    records = [step(n, applied=False, why="nan" if n == 1 else "inf") for n in range(1, 7)]
+    records = [step(n, applied=False, skip_reason="nan" if n == 1 else "inf") for n in range(1, 7)]
     found = [(r.why, r.times, r.steps) for r in tables.reasons(run_data_of(records, steps=6))]
     assert found == [("inf", 5, "2 – 6"), ("nan", 1, "1")]
 
 
 def test_skips_that_differ_only_in_the_scale_they_left_behind_share_a_row(run_data_of, step):
     whys = ["gradients are not finite; loss scale 4 → 2", "gradients are not finite"]
-    records = [step(n, applied=False, why=why) for n, why in enumerate(whys, 1)]
+    records = [step(n, applied=False, skip_reason=why) for n, why in enumerate(whys, 1)]
     found = [(r.why, r.times) for r in tables.reasons(run_data_of(records, steps=2))]
     assert found == [("gradients are not finite", 2)]
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.hardware import Hardware, probe
+from narrowcast.hardware import Hardware, detect_hardware
 from narrowcast.runner.assemble import assemble, planned
 from narrowcast.training.optimizers import build_optimizer
 from narrowcast.workloads import build_task, load_recipe
@@ -31,12 +31,12 @@ def test_moments_are_counted_as_torch_keeps_them(tiny, words):
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.dim() > 0  # not the count of steps
     )
-    assert planned(recipe, probe("cpu"))[0].bytes["moments"] == kept
+    assert planned(recipe, detect_hardware("cpu"))[0].bytes["moments"] == kept
 
 
 def test_the_plan_that_is_carried_out_is_the_one_that_is_printed(tiny):
     recipe = load_recipe(tiny, ["precision.policy=fp8-row"]).recipe
-    assert assemble(recipe).prepared.plan == planned(recipe, probe("cpu"))[0]
+    assert assemble(recipe).prepared.plan == planned(recipe, detect_hardware("cpu"))[0]
 
 
 def test_the_settings_of_the_loss_scale_reach_the_scale(tiny):

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.runner.by_task import decided
 
@@ -105,21 +105,25 @@ def memory_of(bare, hardware, *words):
 
 def test_a_task_saves_memory_where_that_can_be(bare, h200):
     memory, left_out = memory_of(bare, h200, "precision.task=generation")
-    assert (memory.checkpoint, memory.offload) == ("blocks", ("optimizer",))
+    assert (memory.activation_checkpointing, memory.offload) == ("blocks", ("optimizer",))
     assert left_out == []
 
 
 @pytest.mark.parametrize(
     ("words", "checkpoint", "told"),
     [
-        (["cuda_graph=true"], "none", "memory.checkpoint=blocks: cuda_graph=true"),
-        (["model.layers=1"], "none", "memory.checkpoint=blocks: memory: the model has no list"),
+        (["cuda_graph=true"], "none", "memory.activation_checkpointing=blocks: cuda_graph=true"),
+        (
+            ["model.layers=1"],
+            "none",
+            "memory.activation_checkpointing=blocks: memory: the model has no list",
+        ),
         (["optimizer.name=sgd"], "blocks", "memory.offload=[optimizer]: sgd keeps"),
     ],
 )
 def test_memory_that_cannot_be_saved_is_left_out_and_told(bare, h200, words, checkpoint, told):
     memory, left_out = memory_of(bare, h200, *words, "precision.task=generation")
-    assert memory.checkpoint == checkpoint
+    assert memory.activation_checkpointing == checkpoint
     assert any(text.startswith(told) for text in left_out)
 
 
@@ -147,7 +151,7 @@ def test_a_run_goes_on_with_what_its_task_decided_when_it_began(tmp_path, bare):
 
 
 def test_a_task_that_there_is_not_is_refused_with_a_suggestion(bare):
-    with pytest.raises(RecipeError, match="did you mean generation"):
+    with pytest.raises(ConfigError, match="did you mean generation"):
         nc.load_recipe(bare, ["precision.task=generatoin"])
 
 

@@ -7,8 +7,15 @@ import pytest
 import narrowcast as nc
 from narrowcast.runs import EvalRecord, FindingRecord, HealthRecord, StepRecord
 
-FAULT = "faults=[{step: 5, module: blocks.0.mlp.up, role: output, value: nan}]"
-WORDS = ("steps=8", "eval.every=4", "health.every=2", "model.layers=2", "accumulate=2", FAULT)
+FAULT = "fault_injection=[{step: 5, module: blocks.0.mlp.up, role: output, value: nan}]"
+WORDS = (
+    "steps=8",
+    "eval.every=4",
+    "health.every=2",
+    "model.layers=2",
+    "gradient_accumulation_steps=2",
+    FAULT,
+)
 
 
 def told(tiny, folder, *words):
@@ -25,7 +32,12 @@ def test_records_readings_and_verdicts_are_those_of_a_run_that_keeps_its_blocks(
 ):
     ways = ("none", "blocks", "selective")
     runs = [
-        told(tiny, tmp_path / way, f"precision.policy={policy}", f"memory.checkpoint={way}")
+        told(
+            tiny,
+            tmp_path / way,
+            f"precision.policy={policy}",
+            f"memory.activation_checkpointing={way}",
+        )
         for way in ways
     ]
     assert any(isinstance(r, FindingRecord) and "blocks.0.mlp.up" in r.module for r in runs[0])

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed
 
 import narrowcast as nc
-from narrowcast.cli.entry import exit_code_of
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.cli.entry import run_command
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.runner.out_dir import out_dir
 from narrowcast.runs import RunFolder
 
@@ -39,7 +39,7 @@ def test_no_name_leads_out_of_the_folder_of_runs(name):
 def test_a_chosen_folder_that_holds_a_run_is_refused():
     RunFolder.create("mine", recipe_text="", resolved={}, environment={})
     place = out_dir("quickstart", "mine")
-    with pytest.raises(RecipeError, match="mine already holds a run; choose another --out"):
+    with pytest.raises(ConfigError, match="mine already holds a run; choose another --out"):
         place.__enter__()
 
 
@@ -72,10 +72,10 @@ def test_a_folder_that_nobody_named_stays_with_its_run_and_goes_without_one():
 
 
 def test_a_refused_run_leaves_no_folder_of_runs_that_was_not_there(tiny):
-    assert exit_code_of(["train", tiny, "data.text=nowhere"]) == 2
+    assert run_command(["train", tiny, "data.text=nowhere"]) == 2
     assert not Path("runs").exists()
     Path("runs").mkdir()
-    assert exit_code_of(["train", tiny, "data.text=nowhere"]) == 2
+    assert run_command(["train", tiny, "data.text=nowhere"]) == 2
     with out_dir("a", None) as place, out_dir("b", None):
         pass
     assert not place.path.exists()
@@ -90,13 +90,13 @@ def test_a_folder_of_runs_that_another_run_is_in_stays():
 
 def test_what_is_in_the_way_of_a_run_that_nobody_named_is_said(tiny, capsys):
     Path("runs").write_text("no folder")
-    assert exit_code_of(["train", tiny]) == 2
+    assert run_command(["train", tiny]) == 2
     assert "cannot make a run folder at runs/tiny" in capsys.readouterr().err
 
 
 def test_a_link_to_nowhere_in_the_place_of_all_runs_is_said(tiny, capsys):
     Path("runs").symlink_to("nowhere")
-    assert exit_code_of(["train", tiny]) == 2
+    assert run_command(["train", tiny]) == 2
     assert "cannot make a run folder at runs/tiny" in capsys.readouterr().err
 
 
@@ -105,10 +105,10 @@ def test_every_process_of_torchrun_ends_with_what_to_write(rank, monkeypatch, ca
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     for words in (["train", "quickstart", "--out", "mine"], ["train", "quickstart"]):
-        assert exit_code_of(words) == 3
+        assert run_command(words) == 3
         assert "got WORLD_SIZE=2. Start narrowcast without torchrun" in capsys.readouterr().err
     RunFolder.create("old", recipe_text="", resolved={}, environment={}).close()
-    assert exit_code_of(["resume", "old"]) == 3
+    assert run_command(["resume", "old"]) == 3
     for begin in (lambda: nc.train("quickstart"), lambda: nc.resume("old")):
         with pytest.raises(UnsupportedError, match="one process"):
             begin()

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import narrowcast as nc
-from narrowcast.cli.entry import exit_code_of
-from narrowcast.errors import CheckpointError, DivergedError, RecipeError, UnsupportedError
+from narrowcast.cli.entry import run_command
+from narrowcast.errors import CheckpointError, ConfigError, DivergedError, UnsupportedError
 from narrowcast.runs import EvalRecord, RunFolder, StepRecord, same_trajectory
 
 SIX = ["steps=6", "checkpoint.every=2"]
@@ -24,7 +24,7 @@ def steps_of(records):
 def test_a_run_from_python_is_the_run_of_the_command_line(tiny, tmp_path):
     with nc.train(tiny, SIX, out=tmp_path / "here") as run:
         yielded = list(run)
-    assert exit_code_of(["train", tiny, *SIX, "--out", str(tmp_path / "there"), "--quiet"]) == 0
+    assert run_command(["train", tiny, *SIX, "--out", str(tmp_path / "there"), "--quiet"]) == 0
     with RunFolder.open(tmp_path / "here") as here, RunFolder.open(tmp_path / "there") as there:
         assert all(map(same_trajectory, here.records(), there.records()))
         assert here.records() == yielded
@@ -38,12 +38,12 @@ def test_without_a_folder_a_run_writes_nothing_and_has_its_weights(tiny, tmp_pat
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     run = nc.train(tiny, SIX)
-    first = {name: w.clone() for name, w in run.prepared.full_weights().items()}
+    first = {name: w.clone() for name, w in run.prepared.fp32_state_dict().items()}
     records = list(run)
     assert len(steps_of(records)) == 6
     assert isinstance(records[-1], EvalRecord)
     assert sorted(tmp_path.iterdir()) == before
-    assert any(not torch.equal(first[n], w) for n, w in run.prepared.full_weights().items())
+    assert any(not torch.equal(first[n], w) for n, w in run.prepared.fp32_state_dict().items())
 
 
 def test_a_loop_that_is_left_early_is_continued_bit_for_bit(tiny, tmp_path):
@@ -97,10 +97,10 @@ def test_leaving_the_loop_leaves_the_process_and_the_model_as_they_were(tiny, tm
 def test_a_finished_run_has_no_step_left_and_has_its_model(tiny, tmp_path):
     with nc.train(tiny, SIX, out=tmp_path / "run") as run:
         list(run)
-        trained = run.prepared.full_weights()
+        trained = run.prepared.fp32_state_dict()
     with nc.resume(tmp_path / "run") as again:
         assert steps_of(again) == []
-        assert all(torch.equal(trained[n], w) for n, w in again.prepared.full_weights().items())
+        assert all(torch.equal(trained[n], w) for n, w in again.prepared.fp32_state_dict().items())
 
 
 def test_a_recipe_is_planned_without_its_weights():
@@ -111,19 +111,19 @@ def test_a_recipe_is_planned_without_its_weights():
 def test_a_phase_of_a_schedule_is_planned_by_number(tiny):
     words = ["precision.schedule=[{policy: fp32, until: 3}, {policy: bf16}]"]
     assert str(nc.plan_recipe(tiny, words, phase=2).policy) == "compute=bf16"
-    with pytest.raises(RecipeError, match="phase=3: this recipe has 2"):
+    with pytest.raises(ConfigError, match="phase=3: this recipe has 2"):
         nc.plan_recipe(tiny, words, phase=3)
 
 
 def test_words_beside_a_loaded_recipe_are_refused(tiny):
-    with pytest.raises(RecipeError, match=r"give the words to load_recipe\(\)"):
+    with pytest.raises(ConfigError, match=r"give the words to load_recipe\(\)"):
         nc.train(nc.load_recipe(tiny), ["steps=3"])
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_anything_is_built(tiny, tmp_path):
     with nc.train(tiny, ["steps=1"], out=tmp_path / "run") as run:
         list(run)
-    with pytest.raises(RecipeError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         nc.train(tiny, SIX, out=tmp_path / "run")
 
 
@@ -134,7 +134,7 @@ def test_what_the_trainer_refuses_leaves_no_folder(tiny, tmp_path):
 
 
 def test_trackers_without_a_folder_are_refused(tiny):
-    with pytest.raises(RecipeError, match="trackers keep their files in the run's folder"):
+    with pytest.raises(ConfigError, match="trackers keep their files in the run's folder"):
         nc.train(tiny, ["trackers=[tensorboard]"])
 
 
@@ -222,7 +222,7 @@ def test_a_run_shows_in_its_repr_what_it_is_and_whether_it_was_trained(tiny, tmp
         assert "training" in repr(run)
     assert "step 2 of 2" in repr(run)
     assert "finished" in repr(run)
-    with pytest.raises(RecipeError, match=r"finished\. Call nc\.resume\(\)"):
+    with pytest.raises(ConfigError, match=r"finished\. Call nc\.resume\(\)"):
         run.finish()
 
 

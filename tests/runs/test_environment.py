@@ -8,7 +8,7 @@ from importlib.metadata import version
 import torch
 
 from narrowcast.runs import describe_environment
-from narrowcast.runs.environment import commit_of
+from narrowcast.runs.environment import git_commit
 
 
 def test_the_environment_is_json_and_says_what_the_run_ran_on():
@@ -27,13 +27,13 @@ def test_the_environment_is_json_and_says_what_the_run_ran_on():
 def test_the_commit_is_that_of_the_checkout(tmp_path):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
     subprocess.run([*git, "init", "-q"], check=True)
-    assert commit_of(tmp_path) is None
+    assert git_commit(tmp_path) is None
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
     answer = subprocess.run([*git, "log", "--format=%H"], check=True, capture_output=True)
-    assert commit_of(tmp_path) == answer.stdout.decode().strip()
+    assert git_commit(tmp_path) == answer.stdout.decode().strip()
 
 
 def test_there_is_no_commit_outside_a_checkout_or_without_git(tmp_path, monkeypatch):
-    assert commit_of(tmp_path) is None
+    assert git_commit(tmp_path) is None
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert commit_of(tmp_path) is None
+    assert git_commit(tmp_path) is None

@@ -5,7 +5,7 @@ from threading import Barrier
 
 import pytest
 
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.runs import EvalRecord, Metric, RunFolder, TaskInfo
 
 
@@ -33,7 +33,7 @@ def test_an_empty_folder_is_used(create, tmp_path):
 
 def test_a_folder_that_holds_a_run_is_refused_with_how_to_continue_it(create):
     run = create()
-    with pytest.raises(RecipeError, match=r"choose another --out, or .*`narrowcast resume .*run`"):
+    with pytest.raises(ConfigError, match=r"choose another --out, or .*`narrowcast resume .*run`"):
         create()
     assert run.recipe_text == "workload: toy\r\n# as given\n"
 
@@ -41,14 +41,14 @@ def test_a_folder_that_holds_a_run_is_refused_with_how_to_continue_it(create):
 def test_a_folder_with_other_files_is_refused_and_left_alone(create, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years")
-    with pytest.raises(RecipeError, match=r"holds files that are not a run .*choose another --out"):
+    with pytest.raises(ConfigError, match=r"holds files that are not a run .*choose another --out"):
         create()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
 def test_a_file_in_place_of_the_folder_is_refused(create, tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(RecipeError, match="is a file, not a folder; choose another --out"):
+    with pytest.raises(ConfigError, match="is a file, not a folder; choose another --out"):
         create()
 
 
@@ -56,7 +56,7 @@ def test_a_file_in_place_of_the_folder_is_refused(create, tmp_path):
 def test_a_path_that_cannot_become_a_folder_is_refused(create, tmp_path, target):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at" / "all")
-    with pytest.raises(RecipeError, match=r"cannot make a run folder at .*choose another --out"):
+    with pytest.raises(ConfigError, match=r"cannot make a run folder at .*choose another --out"):
         create(f"{target}/run" if target == "file" else target)
 
 
@@ -70,7 +70,7 @@ def test_of_several_runs_that_start_at_once_in_one_folder_one_is_made_and_stays_
         made = []
         for folder in folders:
             barrier.wait(timeout=30)
-            with contextlib.suppress(RecipeError):
+            with contextlib.suppress(ConfigError):
                 RunFolder.create(folder, recipe_text=name, resolved={}, environment={"of": name})
                 made.append(folder)
         return made

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis.strategies import floats, integers, lists, sampled_from
 
 from narrowcast.runs import EvalRecord, Metric
-from narrowcast.runs.improvement import Improvement, delta_in, improvement_of
+from narrowcast.runs.improvement import Improvement, delta_in, measure_improvement
 
 VALUES = lists(floats(-5, 5) | sampled_from([math.nan, math.inf, -math.inf]), max_size=40)
 
 
 def after(values, *, better="lower", min_delta=0.0):
     records = [EvalRecord(step=10 * n, metrics={"m": v}) for n, v in enumerate(values, start=1)]
-    return improvement_of(records, metric=Metric(name="m", better=better), min_delta=min_delta)
+    return measure_improvement(records, metric=Metric(name="m", better=better), min_delta=min_delta)
 
 
 @given(values=VALUES, better=sampled_from(["lower", "higher"]))

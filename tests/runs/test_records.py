@@ -29,14 +29,14 @@ RECORDS = st.one_of(
         loss=NUMBERS,
         loss_scale=NUMBERS,
         applied=st.booleans(),
-        why=st.text() | st.sampled_from(["nan", "inf", "-inf"]),
+        skip_reason=st.text() | st.sampled_from(["nan", "inf", "-inf"]),
         grad_norm=NUMBERS,
         lr=NUMBERS,
         lost_updates=st.none() | NUMBERS,
         items=WHOLE,
         seconds=NUMBERS,
         peak_bytes=WHOLE,
-        parts=st.dictionaries(st.text(), NUMBERS, max_size=3),
+        loss_parts=st.dictionaries(st.text(), NUMBERS, max_size=3),
     ),
     st.builds(EvalRecord, step=WHOLE, metrics=st.dictionaries(METRICS, NUMBERS, max_size=5)),
     st.builds(
@@ -77,7 +77,7 @@ STEP = StepRecord(
     loss=2.5,
     loss_scale=65536.0,
     applied=True,
-    why="",
+    skip_reason="",
     grad_norm=0.5,
     lr=1e-3,
     lost_updates=None,
@@ -117,7 +117,7 @@ def test_a_record_is_of_the_same_course_as_itself(record):
 def test_a_step_is_written_as_the_design_says():
     assert to_line(STEP) == (
         '{"kind": "step", "step": 7, "loss": 2.5, "loss_scale": 65536.0, "applied": true, '
-        '"why": "", "grad_norm": 0.5, "lr": 0.001, "lost_updates": null, "items": 4096, '
+        '"skip_reason": "", "grad_norm": 0.5, "lr": 0.001, "lost_updates": null, "items": 4096, '
         '"seconds": 0.25, "peak_bytes": 1024}'
     )
 
@@ -142,7 +142,7 @@ def test_what_a_meter_read_is_no_part_of_the_course(field):
     "field", sorted({f.name for f in fields(StepRecord)} - {"seconds", "peak_bytes"})
 )
 def test_all_that_no_meter_read_is_part_of_the_course_of_a_run(field):
-    value = {"applied": False, "why": "overflow", "lost_updates": 0.5}.get(field, 99)
+    value = {"applied": False, "skip_reason": "overflow", "lost_updates": 0.5}.get(field, 99)
     assert not same_trajectory(STEP, replace(STEP, **{field: value}))
 
 
@@ -185,7 +185,7 @@ LINE = to_line(STEP)
         (LINE.replace("7", "7.5", 1), "step is not a whole number"),
         (LINE.replace("7", "true", 1), "step is not a whole number"),
         (LINE.replace("true", "1"), "applied is not true or false"),
-        (LINE.replace('""', "0"), "why is not text"),
+        (LINE.replace('""', "0"), "skip_reason is not text"),
         (LINE.replace(', "items": 4096', ""), "items is missing"),
         (LINE.replace("}", ', "x": 1}'), "x does not belong there"),
         ("[" * 100_000, "not a record"),

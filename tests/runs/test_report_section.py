@@ -1,6 +1,6 @@
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.runs import ReportSection
 
 
@@ -25,7 +25,7 @@ from narrowcast.runs import ReportSection
     ],
 )
 def test_what_loads_or_runs_something_is_refused(html, named):
-    with pytest.raises(RecipeError, match=named):
+    with pytest.raises(ConfigError, match=named):
         ReportSection(title="Motifs", html=html)
 
 

@@ -13,7 +13,7 @@ def step(number: int, **values: object) -> StepRecord:
         "loss": 2.0,
         "loss_scale": 1.0,
         "applied": True,
-        "why": "",
+        "skip_reason": "",
         "grad_norm": 1.0,
         "lr": 0.1,
         "lost_updates": None,

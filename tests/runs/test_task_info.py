@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.runs.strict_json import dumps, loads
 
@@ -36,7 +36,7 @@ def test_the_metric_of_averaged_weights_is_judged_as_the_metric():
 
 
 def test_two_metrics_of_one_name_are_refused():
-    with pytest.raises(RecipeError, match="metrics of different names"):
+    with pytest.raises(ConfigError, match="metrics of different names"):
         TaskInfo(metrics=(ACCURACY, ACCURACY))
 
 
@@ -48,17 +48,17 @@ def test_a_damaged_file_is_said_to_be_so(data):
 
 @pytest.mark.parametrize("text", ["", "d", "1000000000g", ".4", "{0}", ".100f", 4])
 def test_a_text_that_is_no_short_format_of_a_number_is_refused(text):
-    with pytest.raises(RecipeError, match=r"write e\.g\. \.4g|better is lower"):
+    with pytest.raises(ConfigError, match=r"write e\.g\. \.4g|better is lower"):
         Metric(name="x", text=text)
 
 
 def test_a_direction_is_one_of_two():
-    with pytest.raises(RecipeError, match="better is lower or higher, not up"):
+    with pytest.raises(ConfigError, match="better is lower or higher, not up"):
         Metric(name="x", better="up")
 
 
 def test_the_first_metric_must_be_ranked():
-    with pytest.raises(RecipeError, match="'alive' with ranked=False"):
+    with pytest.raises(ConfigError, match="'alive' with ranked=False"):
         TaskInfo(metrics=(Metric(name="alive", ranked=False), Metric(name="loss")))
 
 
@@ -84,5 +84,5 @@ def test_how_a_metric_is_printed_is_no_part_of_what_a_run_is_judged_by():
     ],
 )
 def test_what_a_task_says_of_itself_is_refused_where_it_means_something_else(settings, why):
-    with pytest.raises(RecipeError, match=why):
+    with pytest.raises(ConfigError, match=why):
         TaskInfo(**settings)

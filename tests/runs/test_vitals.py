@@ -3,7 +3,7 @@ import math
 import pytest
 
 from narrowcast.runs import EvalRecord, FindingRecord, StepRecord
-from narrowcast.runs.vitals import WEIGHTS_NOT_FINITE, Vitals, vitals_of
+from narrowcast.runs.vitals import WEIGHTS_NOT_FINITE, Vitals, measure_vitals
 
 
 def step(number, *, applied=True):
@@ -12,7 +12,7 @@ def step(number, *, applied=True):
         loss=1.0,
         loss_scale=1.0,
         applied=applied,
-        why="",
+        skip_reason="",
         grad_norm=1.0,
         lr=0.1,
         lost_updates=None,
@@ -60,11 +60,11 @@ def steps(applied, skipped):
     ],
 )
 def test_what_a_run_dies_of_is_said(records, said):
-    assert vitals_of(records, headline="error").diverged == said
+    assert measure_vitals(records, headline="error").diverged == said
 
 
 def test_all_that_is_wrong_is_said_and_survives_a_checkpoint():
-    found = vitals_of([*steps(0, 12), evaluated(12, math.nan), weights(12)], headline="error")
+    found = measure_vitals([*steps(0, 12), evaluated(12, math.nan), weights(12)], headline="error")
     assert Vitals(**found.to_json()) == found
     assert found.diverged == (
         "2 of 3 weights are not finite, the first a; its last evaluated error is nan; "

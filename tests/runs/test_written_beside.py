@@ -3,7 +3,7 @@ import errno
 import pytest
 
 from narrowcast.errors import CheckpointError
-from narrowcast.runs.writing import remove, write_text, written_beside
+from narrowcast.runs.writing import remove, write_text, written_atomically
 
 
 def names(folder):
@@ -11,7 +11,7 @@ def names(folder):
 
 
 def test_a_file_appears_only_once_it_is_whole(tmp_path):
-    with written_beside(tmp_path / "file", hint="") as beside:
+    with written_atomically(tmp_path / "file", hint="") as beside:
         write_text(beside, "all of it")
         assert not (tmp_path / "file").exists()
     assert (tmp_path / "file").read_text() == "all of it"
@@ -20,7 +20,7 @@ def test_a_file_appears_only_once_it_is_whole(tmp_path):
 
 def test_a_folder_replaces_the_one_that_was_there(tmp_path):
     for content in ("old", "new"):
-        with written_beside(tmp_path / "folder", hint="") as beside:
+        with written_atomically(tmp_path / "folder", hint="") as beside:
             beside.mkdir()
             write_text(beside / content, content)
     assert names(tmp_path) == ["folder"]
@@ -32,7 +32,7 @@ def test_what_was_there_survives_a_failure_and_nothing_is_left_beside_it(tmp_pat
     (tmp_path / "file").write_text("old")
 
     def fail():
-        with written_beside(tmp_path / "file", hint="") as beside:
+        with written_atomically(tmp_path / "file", hint="") as beside:
             write_text(beside, "half of it")
             raise error
 
@@ -44,7 +44,7 @@ def test_what_was_there_survives_a_failure_and_nothing_is_left_beside_it(tmp_pat
 
 def test_a_failure_is_said_in_words_with_what_to_do(tmp_path):
     def fail():
-        with written_beside(tmp_path / "file", hint="an older one is there"):
+        with written_atomically(tmp_path / "file", hint="an older one is there"):
             raise OSError(errno.ENOSPC, "no space")
 
     with pytest.raises(CheckpointError, match=r"file could not be .*disk is full.*an older one is"):
@@ -54,7 +54,7 @@ def test_a_failure_is_said_in_words_with_what_to_do(tmp_path):
 def test_leftovers_of_the_same_file_are_removed_and_no_others(tmp_path):
     for name in ("file.tmp-1", "other.tmp-1", "file.txt"):
         (tmp_path / name).touch()
-    with written_beside(tmp_path / "file", hint="") as beside:
+    with written_atomically(tmp_path / "file", hint="") as beside:
         write_text(beside, "")
     assert names(tmp_path) == ["file", "file.txt", "other.tmp-1"]
 

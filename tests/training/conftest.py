@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from narrowcast.config.sections import DataSection, Recipe, Section
-from narrowcast.hardware import Hardware, probe
+from narrowcast.hardware import Hardware, detect_hardware
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
@@ -111,12 +111,13 @@ class Ready:
 
 @pytest.fixture
 def ready():
-    """Make a run of the sine task ready: `ready("fp16", steps=20, accumulate=2)`."""
+    """Make a run of the sine task ready: `ready("fp16", steps=20,
+    gradient_accumulation_steps=2)`."""
 
     def make(policy="fp32", *, samples=100, device="cpu", task=None, parts=None, **settings):
         recipe = sine_recipe(policy, **settings)
         task = task or sine_task(seed=recipe.seed, samples=samples, device=device, **(parts or {}))
-        hardware = probe(device) if device != "cpu" else EMULATING
+        hardware = detect_hardware(device) if device != "cpu" else EMULATING
         planned = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)[0]
         return Ready(task, recipe, prepare_recipe(recipe, task, plan=planned))
 

@@ -24,7 +24,7 @@ from narrowcast.training.trainer import train
 from narrowcast.workloads import build_task, load_recipe
 
 STEPS = 40
-ADAPT = {"adapt": {"enabled": True, "cooldown": 2, "calm": 12}}
+ADAPT = {"adapt": {"enabled": True, "cooldown": 2, "calm_steps": 12}}
 
 
 class Swelling(nn.Module):
@@ -147,13 +147,13 @@ def test_what_a_verdict_names_is_raised_without_waiting_for_a_reading(run):
 
 
 def test_without_verdicts_readings_of_skipped_steps_decide(run):
-    records, _ = run("fp16", precision=ADAPT, health={"every": 1, "verdicts": False})
+    records, _ = run("fp16", precision=ADAPT, health={"every": 1, "diagnose": False})
     change, *_ = of(PrecisionRecord, records)
     assert (change.module, change.before, change.after) == ("layer", "fp16", "bf16")
 
 
 def test_a_module_that_is_cooling_is_raised_later_in_a_row_of_bad_steps(run):
-    settings = {"adapt": {"enabled": True, "cooldown": 9, "calm": 3}}
+    settings = {"adapt": {"enabled": True, "cooldown": 9, "calm_steps": 3}}
     records, _ = run("fp16", precision=settings, model=Returning)
     _, lowered, again = (r.step for r in of(PrecisionRecord, records))
     assert again == lowered + 9
@@ -172,7 +172,8 @@ def test_a_rehearsed_fault_has_one_origin_and_raises_nothing(policy, value):
         [
             "model.layers=3", "model.width=32", "model.heads=2", "batch_size=4", "data.length=32",
             "data.eval_windows=4", "steps=14", "eval.every=0", "health.every=4",
-            f"precision.policy={policy}", "precision.adapt.enabled=true", f"faults=[{fault}]",
+            f"precision.policy={policy}", "precision.adapt.enabled=true",
+            f"fault_injection=[{fault}]",
         ],
     ).recipe  # fmt: skip
     task = build_task(recipe, device=torch.device("cpu"))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import integers
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.training.data import BatchStream, Order
 
 CPU = torch.device("cpu")
@@ -96,12 +96,12 @@ def test_batches_hold_the_samples_of_their_numbers():
 
 
 def test_a_batch_larger_than_the_data_is_refused():
-    with pytest.raises(RecipeError, match=r"training samples, 5, got .*batch_size=5 or less"):
+    with pytest.raises(ConfigError, match=r"training samples, 5, got .*batch_size=5 or less"):
         BatchStream(Squares(5), 6, seed=0, device=CPU)
 
 
 def test_no_data_at_all_is_refused():
-    with pytest.raises(RecipeError, match=r"at least one sample, got 0\. Add data"):
+    with pytest.raises(ConfigError, match=r"at least one sample, got 0\. Add data"):
         BatchStream(Squares(0), 1, seed=0, device=CPU)
 
 
@@ -174,7 +174,7 @@ def test_a_count_of_items_that_is_no_whole_number_is_refused(items):
     device = torch.device("cpu")
     with (
         BatchStream(Squares(8), 4, seed=0, device=device, count=lambda batch: items) as stream,
-        pytest.raises(RecipeError, match="items of the task returned"),
+        pytest.raises(ConfigError, match="items of the task returned"),
     ):
         next(stream)
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.hardware.randomness import capture_randomness
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.checkpoints.identity import first_difference
@@ -30,7 +30,7 @@ def test_an_evaluation_changes_neither_weights_nor_random_numbers(ready):
     made = made.but(evaluate=lambda m: {"drawn": torch.rand(()).item(), **asked(m)}, info=info)
 
     def state():
-        weights = {name: t.clone() for name, t in made.prepared.full_weights().items()}
+        weights = {name: t.clone() for name, t in made.prepared.fp32_state_dict().items()}
         return weights, capture_randomness(torch.device("cpu"))
 
     before = state()
@@ -43,7 +43,7 @@ def test_the_average_of_the_weights_is_judged_beside_them(ready):
     list(train(made.prepared, made.task, made.recipe))
     metrics = evaluate(made.prepared, made.task)
     assert list(metrics) == ["error", "ema_error"]
-    with made.prepared.averaged(), torch.no_grad():
+    with made.prepared.use_ema(), torch.no_grad():
         expected = made.task.evaluate(made.task.model.eval())
     assert metrics["ema_error"] == expected["error"] != metrics["error"]
 
@@ -54,10 +54,10 @@ def test_without_an_average_only_the_weights_are_judged(ready):
 
 
 def test_products_are_rounded_as_in_training(ready):
-    """As inside compute(), and not as in fp32, whose own noise in 37 squares is below 2^-18."""
+    """As inside autocast(), and not as in fp32, whose own noise in 37 squares is below 2^-18."""
     wide, narrow = (ready(policy) for policy in ("fp32", "fp8-tensor"))
     a, b = (evaluate(made.prepared, made.task)["error"] for made in (wide, narrow))
-    with torch.no_grad(), narrow.prepared.compute():
+    with torch.no_grad(), narrow.prepared.autocast():
         by_hand = narrow.task.evaluate(narrow.prepared.model.eval())["error"]
     assert b == by_hand
     assert abs(a - b) > 2**-18 * a
@@ -72,7 +72,7 @@ def test_products_are_rounded_as_in_training(ready):
 )
 def test_metrics_are_those_that_the_task_has_declared(ready, returned, said):
     made = ready().but(evaluate=lambda model: returned)
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         evaluate(made.prepared, made.task)
 
 
@@ -93,11 +93,11 @@ def test_a_metric_may_be_a_tensor_or_numpys_number_and_becomes_a_plain_one(ready
 @pytest.mark.parametrize("value", [True, "0.25", None, torch.ones(2)])
 def test_a_metric_that_is_no_number_is_refused_by_name(ready, value):
     made = ready().but(evaluate=lambda model: {"error": value})
-    with pytest.raises(RecipeError, match=r"returned error=.* not a number"):
+    with pytest.raises(ConfigError, match=r"returned error=.* not a number"):
         evaluate(made.prepared, made.task)
 
 
 def test_an_evaluation_that_returns_no_mapping_is_refused(ready):
     made = ready().but(evaluate=lambda model: 0.25)
-    with pytest.raises(RecipeError, match="returned a float; return a dict"):
+    with pytest.raises(ConfigError, match="returned a float; return a dict"):
         evaluate(made.prepared, made.task)

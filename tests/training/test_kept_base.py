@@ -9,7 +9,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.config.sections import FaultSection
-from narrowcast.precision.kept import KeptLayer
+from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 from narrowcast.runs import FindingRecord, HealthRecord, StepRecord, same_trajectory
 from narrowcast.training.checkpoints.checkpoint import load_checkpoint
 from narrowcast.training.checkpoints.identity import first_difference
@@ -20,7 +20,7 @@ SETTINGS = {
     "checkpoint": {"every": 6},
     "ema": {"decay": 0.9},
     "health": {"every": 2},
-    "faults": ({"step": 4, "module": "base", "role": "input", "value": "nan"},),
+    "fault_injection": ({"step": 4, "module": "base", "role": "input", "value": "nan"},),
 }
 
 
@@ -34,7 +34,7 @@ class Adapted(nn.Module):
         self.base = nn.Linear(16, 16).requires_grad_(False)
         self.beside = nn.Linear(16, 16)
         self.fall = nn.Linear(16, 1)
-        nc.keep_frozen(self)
+        nc.quantize_frozen(self)
 
     def forward(self, x):
         x = torch.tanh(self.rise(x))
@@ -43,9 +43,9 @@ class Adapted(nn.Module):
 
 def made(ready, policy, **settings):
     given = {**SETTINGS, **settings}
-    given["faults"] = tuple(FaultSection(**fault) for fault in given["faults"])
+    given["fault_injection"] = tuple(FaultSection(**fault) for fault in given["fault_injection"])
     task = replace(ready().task, model=Adapted())
-    precision = {"policy": policy, "adapt": {"enabled": True, "cooldown": 2, "calm": 4}}
+    precision = {"policy": policy, "adapt": {"enabled": True, "cooldown": 2, "calm_steps": 4}}
     return ready(task=task, precision=precision, **given)
 
 
@@ -56,7 +56,7 @@ def run(made, folder, resume=None):
 @pytest.mark.parametrize("policy", ["fp16", "fp8-row"])
 def test_it_is_watched_explained_and_resumed_bit_for_bit(policy, ready, tmp_path):
     whole = made(ready, policy)
-    assert isinstance(whole.prepared.model.base, KeptLayer)
+    assert isinstance(whole.prepared.model.base, QuantizedFrozenLayer)
     records = run(whole, tmp_path / "whole")
     steps = [r for r in records if isinstance(r, StepRecord)]
     assert [r.step for r in steps if not r.applied] == [4]

@@ -15,8 +15,8 @@ from narrowcast.training.checkpoints.identity import first_difference
 from narrowcast.training.trainer import train
 
 STEPS = 40
-SCALE = {"init_scale": 1024.0, "patience": 60}
-ADAPT = {"adapt": {"overflows": 5, "calm": 8}, "loss_scale": SCALE}
+SCALE = {"init_scale": 1024.0, "max_skipped_steps": 60}
+ADAPT = {"adapt": {"overflows": 5, "calm_steps": 8}, "loss_scale": SCALE}
 
 
 class Steep(nn.Module):
@@ -87,7 +87,7 @@ def run(ready):
         plain = ready(device=device).task
         torch.manual_seed(0)
         task = replace(plain, model=kind(first=first, last=last).to(device))
-        usual = {"health": {"every": 0, "verdicts": False}, "optimizer": {"lr": 1e-3}}
+        usual = {"health": {"every": 0, "diagnose": False}, "optimizer": {"lr": 1e-3}}
         precision = {"policy": policy, **settings.pop("precision", ADAPT)}
         made = ready(
             task=task, steps=STEPS, device=device, precision=precision, **{**usual, **settings}
@@ -193,13 +193,13 @@ def test_a_rehearsed_fault_widens_nothing(run):
         FaultSection(step=step, module="fall", role="grad_output", value="inf")
         for step in range(3, 12)
     )
-    records, _ = run(first=99, last=99, faults=faults)
+    records, _ = run(first=99, last=99, fault_injection=faults)
     assert skipped(records) == [*range(3, 12)]
     assert changes(records) == []
 
 
 def test_modules_and_the_whole_policy_adapt_side_by_side(run, tmp_path):
-    adapt = {"overflows": 5, "calm": 8, "enabled": True, "cooldown": 1}
+    adapt = {"overflows": 5, "calm_steps": 8, "enabled": True, "cooldown": 1}
     told = {"precision": {**ADAPT, "adapt": adapt}, "health": {"every": 1}}
     records, prepared = run(folder=tmp_path, checkpoint={"every": 3, "keep": 100}, **told)
     assert (10, "*", "fp16", "bf16") in [change[:4] for change in changes(records)]

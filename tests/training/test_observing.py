@@ -85,8 +85,8 @@ def test_an_overflow_at_the_smallest_scale_is_told_once(ready, verdicts):
     found = found_in(
         ready,
         steps=8,
-        health={"every": 0, "verdicts": verdicts},
-        faults=({"step": 4, **INFINITE},),
+        health={"every": 0, "diagnose": verdicts},
+        fault_injection=({"step": 4, **INFINITE},),
         **scaled(init_scale=1.0),
     )
     announced, told = found
@@ -102,14 +102,18 @@ def test_an_overflow_at_the_smallest_scale_is_told_once(ready, verdicts):
 
 def test_a_nan_at_the_smallest_scale_is_told_once_as_what_it_is(ready):
     faults = ({"step": 4, **INFINITE, "value": "nan"},)
-    found = found_in(ready, steps=8, health={"every": 0}, faults=faults, **scaled(init_scale=1.0))
+    found = found_in(
+        ready, steps=8, health={"every": 0}, fault_injection=faults, **scaled(init_scale=1.0)
+    )
     assert [(each.step, each.what) for each in found] == [(4, "fault injected"), (4, "NaN")]
     assert found[1].why.endswith("the scale is 1 and may not go lower")
 
 
 def test_a_scale_that_overflows_down_to_its_floor_is_told_once(ready):
     faults = tuple({"step": step, **INFINITE} for step in (3, 4))
-    found = found_in(ready, steps=8, health={"every": 0}, faults=faults, **scaled(init_scale=4.0))
+    found = found_in(
+        ready, steps=8, health={"every": 0}, fault_injection=faults, **scaled(init_scale=4.0)
+    )
     (told,) = [each for each in found if each.role == "loss scale"]
     assert (told.step, told.what) == (5, "loss scale at its floor")
     assert not [each for each in found if "smallest loss scale" in each.what]
@@ -117,7 +121,9 @@ def test_a_scale_that_overflows_down_to_its_floor_is_told_once(ready):
 
 def test_an_overflow_at_the_smallest_scale_tells_of_the_floor_as_well(ready):
     faults = tuple({"step": step, **INFINITE} for step in (3, 4, 5))
-    found = found_in(ready, steps=10, health={"every": 0}, faults=faults, **scaled(init_scale=4.0))
+    found = found_in(
+        ready, steps=10, health={"every": 0}, fault_injection=faults, **scaled(init_scale=4.0)
+    )
     told = [each for each in found if "scale" in each.what]
     assert [(each.step, each.what) for each in told] == [(5, "overflow at the smallest loss scale")]
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from narrowcast.config.sections import OptimizerSection
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.training.optimizers import build_optimizer
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def test_tied_weights_are_given_once():
 
 
 def test_a_model_without_anything_to_train_is_refused():
-    with pytest.raises(RecipeError, match="no parameter that trains"):
+    with pytest.raises(ConfigError, match="no parameter that trains"):
         build_optimizer(OptimizerSection(), small_model().requires_grad_(False), device=CPU)
 
 

@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 from narrowcast.config.common_sections import LrScheduleSection, OptimizerSection
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.training.optimizers import build_optimizer
-from narrowcast.training.parameter_groups import groups_of, layerwise_decay
+from narrowcast.training.parameter_groups import get_groups, layerwise_decay
 from narrowcast.training.schedules import lr_factors
 from narrowcast.training.task import ParameterGroup, Task
 
@@ -27,7 +27,7 @@ def task_with(groups):
 
 def optimizer_of(task, **settings):
     section = OptimizerSection(**{"lr": 0.5, "weight_decay": 0.25, **settings})
-    return build_optimizer(section, task.model, device=CPU, groups=groups_of(task))
+    return build_optimizer(section, task.model, device=CPU, groups=get_groups(task))
 
 
 def group(*layers, **settings):
@@ -36,7 +36,7 @@ def group(*layers, **settings):
 
 def test_without_groups_every_parameter_learns_as_the_recipe_says():
     task = task_with(None)
-    assert groups_of(task) is None
+    assert get_groups(task) is None
     rates = {(g["lr"], g["weight_decay"]) for g in optimizer_of(task).param_groups}
     assert rates == {(0.5, 0.25), (0.5, 0.0)}
 
@@ -94,14 +94,14 @@ def test_a_weight_that_stages_share_learns_with_the_first():
 )
 def test_what_cannot_be_is_refused_with_the_names(groups, said):
     task = task_with(groups)
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         optimizer_of(task)
 
 
 def test_parameters_that_can_be_gone_through_once_are_kept():
     task = task_with(lambda model: [ParameterGroup(parameters=model.parameters())])
-    assert groups_of(task) is not None
-    (first, *_) = groups_of(task)
+    assert get_groups(task) is not None
+    (first, *_) = get_groups(task)
     assert len(list(first.parameters)) == len(list(first.parameters)) == 6
 
 
@@ -125,5 +125,5 @@ def test_a_group_that_waits_keeps_its_bits_until_then_and_learns_afterwards():
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
 def test_a_group_cannot_wait_for_ever(share):
-    with pytest.raises(RecipeError, match="frozen=True"):
+    with pytest.raises(ConfigError, match="frozen=True"):
         ParameterGroup(parameters=[], frozen_until=share)

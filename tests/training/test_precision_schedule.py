@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 
 from narrowcast.config.phases import ConditionSection
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
 from narrowcast.runs import EvalRecord, PrecisionRecord, StepRecord, same_trajectory
 from narrowcast.training.checkpoints.checkpoint import load_checkpoint
 from narrowcast.training.checkpoints.identity import first_difference
 from narrowcast.training.phase_plans import phases_json, plan_phases
-from narrowcast.training.precision_schedule import PrecisionSchedule, Progress
+from narrowcast.training.precision_schedule import PrecisionSchedule, ScheduleProgress
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.trainer import train
 
@@ -86,7 +86,7 @@ def test_phases_of_one_policy_are_the_run_without_them(run):
     assert first_difference(prepared.state_dict(), other.state_dict(), where="") is None
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
 @pytest.mark.parametrize(
     "phases",
     [
@@ -99,9 +99,11 @@ def test_phases_of_one_policy_are_the_run_without_them(run):
         ),
     ],
 )
-def test_a_run_resumed_at_any_step_is_the_uninterrupted_one(phases, accumulate, tmp_path, run):
+def test_a_run_resumed_at_any_step_is_the_uninterrupted_one(
+    phases, gradient_accumulation_steps, tmp_path, run
+):
     settings = {
-        "accumulate": accumulate,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
         "ema": {"decay": 0.9},
         "checkpoint": {"every": 1, "keep": STEPS},
         "eval": {"every": 5},
@@ -109,7 +111,7 @@ def test_a_run_resumed_at_any_step_is_the_uninterrupted_one(phases, accumulate, 
     straight, prepared = run(*phases, folder=tmp_path, **settings)
     assert len(changes(straight)) == len(phases) - 1
     # Odd steps here, even ones there: each is resumed from once.
-    for step in range(accumulate, STEPS, 2):
+    for step in range(gradient_accumulation_steps, STEPS, 2):
         state = load_checkpoint(tmp_path / "checkpoints" / f"step-{step:06d}")
         resumed, other = run(*phases, resume=state, **settings)
         rest = [r for r in straight if r.step > step and not hasattr(r, "seconds_total")]
@@ -140,13 +142,14 @@ def test_a_condition_is_met_by_calm_steps_and_holds_one_step_later(run):
 
 def step_record(step, *, loss=1.0, applied=True):
     return StepRecord(
-        step=step, loss=loss, loss_scale=1.0, applied=applied, why="", grad_norm=1.0, lr=0.1,
+        step=step, loss=loss, loss_scale=1.0, applied=applied, skip_reason="", grad_norm=1.0,
+        lr=0.1,
         lost_updates=None, items=1, seconds=0.1, peak_bytes=1,
     )  # fmt: skip
 
 
 def test_a_skipped_step_makes_the_calm_begin_again():
-    progress, until = Progress(), ConditionSection(calm=3)
+    progress, until = ScheduleProgress(), ConditionSection(calm=3)
     for step, applied in enumerate([True, True, False, True, True, True], start=1):
         assert progress.met_at is None
         progress = progress.after(step_record(step, applied=applied), until)
@@ -156,7 +159,7 @@ def test_a_skipped_step_makes_the_calm_begin_again():
 
 
 def test_a_loss_is_below_when_the_mean_of_twenty_is():
-    progress, until = Progress(), ConditionSection(loss_below=1.0)
+    progress, until = ScheduleProgress(), ConditionSection(loss_below=1.0)
     for step in range(1, 20):
         progress = progress.after(step_record(step, loss=0.5), until)
     assert progress.met_at is None
@@ -192,7 +195,7 @@ def test_a_loss_scale_that_begins_with_a_phase_is_that_of_the_recipe(run):
 
 
 def test_all_policies_that_cannot_be_are_told_before_the_run(scheduled):
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(ConfigError) as refused:
         scheduled({"policy": "fp23", "until": 3}, {"policy": "bf16; nix: fp32"})
     first, second = str(refused.value).splitlines()
     assert first.startswith("phase 1 of precision.schedule: precision policy: no preset is named")
@@ -204,7 +207,7 @@ def test_what_a_later_phase_could_not_begin_with_is_refused_before_the_run(sched
         {"policy": "fp16", "until": 4}, {"policy": "bf16"},
         precision={"loss_scale": {"scale_groups": ("first", "second")}},
     )  # fmt: skip
-    with pytest.raises(RecipeError, match=r"phase 2 of precision.schedule: parts of the model"):
+    with pytest.raises(ConfigError, match=r"phase 2 of precision.schedule: parts of the model"):
         train(made.prepared, made.task, made.recipe)
 
 
@@ -227,7 +230,7 @@ def test_a_model_prepared_in_another_policy_is_brought_into_the_first_phase(sche
 def test_a_checkpoint_of_a_longer_schedule_is_refused(scheduled):
     made = scheduled({"until": 4}, {"policy": "bf16"})
     schedule = PrecisionSchedule(made.prepared, made.recipe, task=made.task)
-    state = {**dataclasses.asdict(Progress(phase=2, since=9)), "losses": []}
+    state = {**dataclasses.asdict(ScheduleProgress(phase=2, since=9)), "losses": []}
     with pytest.raises(CheckpointError, match="of phase 3 of a schedule"):
         schedule.restore(state)
 

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.training.trainer import train
 
 ASKED = {"first": 3, "steps": 2}
@@ -34,5 +34,5 @@ def test_a_run_that_ends_before_writes_what_it_saw(ready, tmp_path):
 
 def test_a_trace_without_a_folder_is_refused(ready):
     made = ready(steps=3, profile=ASKED)
-    with pytest.raises(RecipeError, match="needs a folder"):
+    with pytest.raises(ConfigError, match="needs a folder"):
         train(made.prepared, made.task, made.recipe)

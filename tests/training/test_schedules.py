@@ -28,13 +28,13 @@ def ours(settings, steps):
 
 @pytest.mark.parametrize("final", [0.0, 0.1])
 def test_cosine_is_torch_cosine(final):
-    settings = LrScheduleSection(name="cosine", final=final)
+    settings = LrScheduleSection(name="cosine", min_lr_ratio=final)
     theirs = rates(lambda o: CosineAnnealingLR(o, T_max=50, eta_min=RATE * final), 50)
     assert ours(settings, 50) == pytest.approx(theirs)
 
 
 def test_linear_is_torch_linear():
-    settings = LrScheduleSection(name="linear", final=0.25)
+    settings = LrScheduleSection(name="linear", min_lr_ratio=0.25)
     theirs = rates(lambda o: LinearLR(o, start_factor=1.0, end_factor=0.25, total_iters=50), 50)
     assert ours(settings, 50) == pytest.approx(theirs)
 
@@ -61,7 +61,7 @@ def test_constant_is_one_throughout():
 )
 def test_the_factor_rises_to_one_and_never_rises_again(name, warmup, final, steps):
     settings = LrScheduleSection(
-        name=name, warmup=warmup, final=0.0 if name == "constant" else final
+        name=name, warmup=warmup, min_lr_ratio=0.0 if name == "constant" else final
     )
     factor = lr_factor(settings, steps)
     course = [factor(k) for k in range(steps + warmup + 5)]

@@ -3,7 +3,7 @@ from itertools import islice
 import pytest
 import torch
 
-from narrowcast.errors import DivergedError, RecipeError
+from narrowcast.errors import ConfigError, DivergedError
 from narrowcast.runs import StepRecord
 from narrowcast.training.trainer import train
 
@@ -46,7 +46,7 @@ def test_overflows_move_the_scale_as_set(ready, scale, scales):
 
 
 def test_patience_is_how_often_the_floor_may_overflow(ready):
-    scale = {"init_scale": 4.0, "min_scale": 2.0, "patience": 3}
+    scale = {"init_scale": 4.0, "min_scale": 2.0, "max_skipped_steps": 3}
     made = ready("fp16", steps=20, precision={"policy": "fp16", "loss_scale": scale})
     whole = made.task.loss
     made = made.but(loss=lambda model, batch: whole(model, batch) * torch.inf)
@@ -56,7 +56,7 @@ def test_patience_is_how_often_the_floor_may_overflow(ready):
 
 def test_a_scaled_group_that_matches_no_module_is_refused(ready):
     precision = {"policy": "fp16", "loss_scale": {"scale_groups": ("nowhere*",)}}
-    with pytest.raises(RecipeError, match=r"nowhere"):
+    with pytest.raises(ConfigError, match=r"nowhere"):
         ready("fp16", precision=precision)
 
 
@@ -75,5 +75,5 @@ def test_clipping_limits_the_update(ready):
 
 def test_the_average_and_the_rate_follow_the_recipe(ready):
     made = ready(steps=4, ema={"decay": 0.5}, lr_schedule={"name": "linear"})
-    assert made.prepared.has_average
+    assert made.prepared.has_ema
     assert [r.lr for r in steps_of(made)] == pytest.approx([0.01, 0.0075, 0.005, 0.0025])

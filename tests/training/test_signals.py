@@ -13,9 +13,9 @@ from narrowcast.training.signals import STOPPING, stop_on_signals
 def test_a_first_signal_is_noted_and_handlers_are_put_back(number):
     before = [signal.getsignal(n) for n in STOPPING]
     with stop_on_signals() as stop:
-        assert stop.asked_by is None
+        assert stop.received is None
         signal.raise_signal(number)
-        assert stop.asked_by is number
+        assert stop.received is number
     assert [signal.getsignal(n) for n in STOPPING] == before
 
 
@@ -27,7 +27,7 @@ def sent(*numbers):
     with stop_on_signals() as stop:
         for number in {[int(number) for number in numbers]}:
             signal.raise_signal(number)
-            print(stop.asked_by.name, flush=True)
+            print(stop.received.name, flush=True)
     """
     child = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
@@ -55,7 +55,7 @@ def test_a_signal_the_process_was_started_to_ignore_stays_ignored(number):
     try:
         with stop_on_signals() as stop:
             signal.raise_signal(number)
-            assert stop.asked_by is None
+            assert stop.received is None
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)

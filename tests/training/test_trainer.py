@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from narrowcast.config.sections import DataSection, FaultSection
-from narrowcast.errors import CheckpointError, DivergedError, Interrupted, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError, DivergedError, Interrupted
 from narrowcast.runs import (
     CheckpointRecord,
     EvalRecord,
@@ -46,10 +46,10 @@ def plain_torch(task, recipe):
     for _ in range(recipe.steps):
         rates.append(optimizer.param_groups[0]["lr"])
         total = 0.0
-        for _ in range(recipe.accumulate):
+        for _ in range(recipe.gradient_accumulation_steps):
             loss = task.loss(model, task.train_data.__getitems__(next(batches)))
-            (loss / recipe.accumulate).backward()
-            total += loss.item() / recipe.accumulate
+            (loss / recipe.gradient_accumulation_steps).backward()
+            total += loss.item() / recipe.gradient_accumulation_steps
         losses.append(total)
         if recipe.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
@@ -59,12 +59,24 @@ def plain_torch(task, recipe):
     return rates, losses
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 3])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_an_fp32_run_is_the_plain_torch_loop_bit_for_bit(ready, accumulate, clip_norm):
-    made = ready("fp32", steps=15, accumulate=accumulate, clip_norm=clip_norm)
+def test_an_fp32_run_is_the_plain_torch_loop_bit_for_bit(
+    ready, gradient_accumulation_steps, clip_norm
+):
+    made = ready(
+        "fp32",
+        steps=15,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        clip_norm=clip_norm,
+    )
     records = steps_of(run(made))
-    reference = ready("fp32", steps=15, accumulate=accumulate, clip_norm=clip_norm).task
+    reference = ready(
+        "fp32",
+        steps=15,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        clip_norm=clip_norm,
+    ).task
     rates, losses = plain_torch(reference, made.recipe)
     assert first_difference(made.task.model.state_dict(), reference.model.state_dict()) is None
     assert [r.lr for r in records] == rates
@@ -73,11 +85,11 @@ def test_an_fp32_run_is_the_plain_torch_loop_bit_for_bit(ready, accumulate, clip
 
 
 def test_every_attempt_is_recorded_with_its_numbers(ready):
-    records = steps_of(run(ready("bf16", steps=6, accumulate=2)))
+    records = steps_of(run(ready("bf16", steps=6, gradient_accumulation_steps=2)))
     assert [r.step for r in records] == [1, 2, 3, 4, 5, 6]
     for r in records:
         assert r.applied
-        assert r.why == ""
+        assert r.skip_reason == ""
         assert r.items == 16
         assert r.seconds > 0
         assert r.peak_bytes > 2**20
@@ -102,8 +114,8 @@ def test_an_overflow_is_recorded_as_skipped_and_the_schedule_waits(ready):
     skipped = [r for r in records if not r.applied]
     applied = [r for r in records if r.applied]
     assert len(records) == 60
-    assert all("not finite" in r.why for r in skipped)
-    assert all(r.why == "" for r in applied)
+    assert all("not finite" in r.skip_reason for r in skipped)
+    assert all(r.skip_reason == "" for r in applied)
     # Two in the scale for each skip, and as many different rates as updates.
     scales = [r.loss_scale for r in records]
     assert scales == [2.0 ** (40 - sum(not r.applied for r in records[:k])) for k in range(60)]
@@ -115,7 +127,7 @@ def test_divergence_ends_the_run_and_keeps_the_last_good_checkpoint(ready, tmp_p
     made = ready(
         steps=50,
         checkpoint={"every": 2},
-        precision={"policy": "fp32", "loss_scale": {"patience": 4}},
+        precision={"policy": "fp32", "loss_scale": {"max_skipped_steps": 4}},
     )
     good = made.task.loss
     losses = iter(range(1, 1000))
@@ -142,14 +154,17 @@ def train_into(records, made, folder):
     return []
 
 
-def poisoned(task, bad, *, accumulate=2):
+def poisoned(task, bad, *, gradient_accumulation_steps=2):
     """Let the loss of the first micro-batch of some steps go through an infinity, ever again.
 
     By the batch, not by a count: a replay is to meet the same.
     """
     order = Order(samples=len(task.train_data), batch_size=8, seed=0)
     data = task.train_data
-    first = [data.__getitems__(order.indices((step - 1) * accumulate))[0] for step in bad]
+    first = [
+        data.__getitems__(order.indices((step - 1) * gradient_accumulation_steps))[0]
+        for step in bad
+    ]
     good = task.loss
 
     def loss(model, batch):
@@ -166,8 +181,8 @@ def test_a_run_with_verdicts_is_the_run_without_bit_for_bit(ready, policy):
     for verdicts in (False, True):
         # A scale at which no step overflows by itself.
         precision = {"policy": policy, "loss_scale": {"init_scale": 1024.0}}
-        health = {"verdicts": verdicts}
-        made = ready(steps=12, accumulate=2, health=health, precision=precision)
+        health = {"diagnose": verdicts}
+        made = ready(steps=12, gradient_accumulation_steps=2, health=health, precision=precision)
         made = made.but(**poisoned(made.task, [1, 2, 7]))
         records.append(steps_of(run(made)))
         ends.append((made.prepared.state_dict(), torch.get_rng_state()))
@@ -178,9 +193,9 @@ def test_a_run_with_verdicts_is_the_run_without_bit_for_bit(ready, policy):
         assert (a.loss, a.grad_norm, a.loss_scale) == pytest.approx(
             (b.loss, b.grad_norm, b.loss_scale), rel=0, abs=0, nan_ok=True
         )
-    assert "not finite: the loss, micro-batch 1 of 2" in with_verdicts[0].why
-    assert "nearest the loss" in with_verdicts[1].why  # the second of a row is not replayed
-    assert "not finite: the loss, micro-batch 1 of 2" in with_verdicts[6].why
+    assert "not finite: the loss, micro-batch 1 of 2" in with_verdicts[0].skip_reason
+    assert "nearest the loss" in with_verdicts[1].skip_reason  # the second of a row is not replayed
+    assert "not finite: the loss, micro-batch 1 of 2" in with_verdicts[6].skip_reason
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -212,7 +227,7 @@ def test_a_bad_sample_is_named_in_every_way_to_take_a_step(ready, policy, device
     made = made.but(train_data=BadSample(made.task.train_data, order.indices(14)[5]))
     records = run(made)
     skipped = [r for r in steps_of(records) if not r.applied]
-    assert skipped[0].why.startswith("not finite: the batch, micro-batch 1 of 1")
+    assert skipped[0].skip_reason.startswith("not finite: the batch, micro-batch 1 of 1")
     first = next(i for i in range(20) if made.task.train_data.number in order.indices(i))
     assert skipped[0].step == first + 1
     index = order.indices(first).index(made.task.train_data.number)
@@ -236,14 +251,14 @@ def test_a_run_with_verdicts_on_the_gpu_is_the_run_without_bit_for_bit(ready, po
     for verdicts in (False, True):
         settings = {
             "precision": {"policy": policy, "loss_scale": {"init_scale": 1024.0}},
-            "health": {"verdicts": verdicts},
-            "faults": tuple(FaultSection(**fault) for fault in FAULTS),
+            "health": {"diagnose": verdicts},
+            "fault_injection": tuple(FaultSection(**fault) for fault in FAULTS),
             "deterministic": True,
         }
-        made = ready(steps=12, accumulate=2, device="cuda", **settings)
+        made = ready(steps=12, gradient_accumulation_steps=2, device="cuda", **settings)
         records = steps_of(run(made))
         assert [r.step for r in records if not r.applied] == [3, 6]
-        assert ("not finite: first grad_output" in records[2].why) is verdicts
+        assert ("not finite: first grad_output" in records[2].skip_reason) is verdicts
         ends.append((made.prepared.state_dict(), torch.get_rng_state(), torch.cuda.get_rng_state()))
     assert first_difference(*ends) is None
 
@@ -256,7 +271,9 @@ def test_faults_of_a_recipe_are_announced_skipped_and_named(ready, policy, compi
     traced = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", traced)
     faults = tuple(FaultSection(**fault) for fault in FAULTS)
-    made = ready(policy, steps=8, accumulate=2, faults=faults, compile=compile)
+    made = ready(
+        policy, steps=8, gradient_accumulation_steps=2, fault_injection=faults, compile=compile
+    )
     records = run(made)
     assert [r.step for r in steps_of(records) if not r.applied] == [3, 6]
     found = [r for r in records if isinstance(r, FindingRecord)]
@@ -272,7 +289,12 @@ def test_faults_of_a_recipe_are_announced_skipped_and_named(ready, policy, compi
 
 def test_a_run_with_faults_is_resumed_bit_for_bit(ready, tmp_path):
     faults = tuple(FaultSection(**fault) for fault in FAULTS)
-    settings = {"steps": 8, "accumulate": 2, "faults": faults, "checkpoint": {"every": 4}}
+    settings = {
+        "steps": 8,
+        "gradient_accumulation_steps": 2,
+        "fault_injection": faults,
+        "checkpoint": {"every": 4},
+    }
     whole = ready("fp16", **settings)
     records = run(whole, folder=tmp_path / "whole")
     state = load_checkpoint(tmp_path / "whole" / "checkpoints" / "step-000004")
@@ -417,12 +439,12 @@ def test_a_checkpoint_of_an_older_version_is_refused_with_what_it_lacks(ready, t
 def test_a_run_that_is_past_the_steps_asked_for_is_refused(ready, tmp_path):
     state = saved_state(ready(steps=6), tmp_path)
     made = ready(steps=3)
-    with pytest.raises(RecipeError, match="steps=3: the run is at step 6 already"):
+    with pytest.raises(ConfigError, match="steps=3: the run is at step 6 already"):
         train(made.prepared, made.task, made.recipe, resume=state)
 
 
 def test_a_batch_larger_than_the_data_is_refused(ready):
-    with pytest.raises(RecipeError, match=r"training samples, 5, got 8\. Write batch_size=5"):
+    with pytest.raises(ConfigError, match=r"training samples, 5, got 8\. Write batch_size=5"):
         run(ready(samples=5))
 
 
@@ -466,10 +488,10 @@ def test_records_of_the_gpu_are_complete_and_in_order(ready, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_gpu_run_learns_what_a_cpu_run_learns(ready, accumulate):
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 3])
+def test_a_gpu_run_learns_what_a_cpu_run_learns(ready, gradient_accumulation_steps):
     """Not bit for bit: dropout draws other numbers there."""
-    made = ready(steps=150, device="cuda", accumulate=accumulate)
+    made = ready(steps=150, device="cuda", gradient_accumulation_steps=gradient_accumulation_steps)
     assert run(made)[-1].metrics["error"] < 0.1
 
 

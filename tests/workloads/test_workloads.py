@@ -3,41 +3,41 @@ import sys
 
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads import (
     BUILT_IN,
     load_recipe,
     recipe_files,
     report_sections,
-    sections_of,
     shipped_recipes,
+    workload_sections,
 )
 
 
 @pytest.mark.parametrize("workload", BUILT_IN)
 def test_settings_are_read_without_torch(workload):
     code = (
-        "import sys; from narrowcast.workloads import sections_of; "
-        f"sections_of({workload!r}); sys.exit('torch' in sys.modules)"
+        "import sys; from narrowcast.workloads import workload_sections; "
+        f"workload_sections({workload!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("workload", BUILT_IN)
 def test_every_setting_of_a_workload_is_described(workload):
-    sections = sections_of(workload)
+    sections = workload_sections(workload)
     fields = [field for kind in sections.by_name.values() for field in kind.model_fields.items()]
     assert not [name for name, field in fields if not field.description]
 
 
 def test_an_unknown_workload_is_refused_with_those_there_are():
     known = r"as .knitting.; there are: decompose, genomics, lm, sft, tutorial"
-    with pytest.raises(RecipeError, match=known):
-        sections_of("knitting")
+    with pytest.raises(ConfigError, match=known):
+        workload_sections("knitting")
 
 
 def test_a_misspelt_workload_is_refused_with_a_suggestion():
-    with pytest.raises(RecipeError, match=r"workload=lmm: .*did you mean lm\?"):
+    with pytest.raises(ConfigError, match=r"workload=lmm: .*did you mean lm\?"):
         load_recipe("quickstart", ["workload=lmm"])
 
 

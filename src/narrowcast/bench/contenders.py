@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 POLICY_SEPARATOR = "|"
 """Separates policies in one text: a policy itself has commas, semicolons and colons."""
@@ -121,14 +121,17 @@ def select_contenders(
     peers = _DEFAULT_PEERS[device_type] if peers is None else peers
     policies = _DEFAULT_POLICIES[device_type] if policies is None else policies
     contenders = (
-        *(_named(name, PEERS) for name in _words(",".join(PEERS) if peers == "all" else peers)),
+        *(
+            _named(name, PEERS)
+            for name in _split_names(",".join(PEERS) if peers == "all" else peers)
+        ),
         *(
             Contender(name=f"narrowcast {policy}", kind="narrowcast", options={"policy": policy})
-            for policy in _words(policies, separator=POLICY_SEPARATOR)
+            for policy in _split_names(policies, separator=POLICY_SEPARATOR)
         ),
     )
     if not contenders:
-        raise RecipeError("--peers and --policies are both none. Name at least one contender.")
+        raise ConfigError("--peers and --policies are both none. Name at least one contender.")
     names = [contender.name for contender in contenders]
     return tuple(
         replace(each, name=f"{each.name} ({times})") if times > 1 else each
@@ -146,9 +149,9 @@ def select_baseline(contenders: Sequence[Contender], requested: str | None) -> C
     return by_name[policy] if policy in by_name else _named(requested, by_name)
 
 
-def _words(text: str, *, separator: str = ",") -> list[str]:
-    words = [word.strip() for word in text.split(separator) if word.strip()]
-    return [] if words == ["none"] else words
+def _split_names(text: str, *, separator: str = ",") -> list[str]:
+    names = [word.strip() for word in text.split(separator) if word.strip()]
+    return [] if names == ["none"] else names
 
 
 def _named(word: str, known: Mapping[str, Contender]) -> Contender:
@@ -156,4 +159,4 @@ def _named(word: str, known: Mapping[str, Contender]) -> Contender:
         return known[word]
     close = difflib.get_close_matches(word, known, n=1)
     hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
-    raise RecipeError(f"no contender is called {word!r}. {hint}")
+    raise ConfigError(f"no contender is called {word!r}. {hint}")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from narrowcast.config.common_sections import LrScheduleSection
 from narrowcast.config.sections import Recipe
-from narrowcast.hardware import probe
+from narrowcast.hardware import detect_hardware
 from narrowcast.training.data import BatchStream
 from narrowcast.training.task import Batch, LossParts, Task
 from narrowcast.workloads import build_task
@@ -44,7 +44,7 @@ class Workbench:
     @property
     def work(self) -> dict[str, float]:
         """Items per optimizer step, by the unit of the task."""
-        items = self.task.items(self.batches[0]) * self.recipe.accumulate
+        items = self.task.items(self.batches[0]) * self.recipe.gradient_accumulation_steps
         return {self.task.info.units: float(items)}
 
     @property
@@ -84,7 +84,7 @@ def logits_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def recipe_device(recipe: Recipe) -> torch.device:
     """Return the device of a recipe."""
-    return torch.device(probe(recipe.device).device)
+    return torch.device(detect_hardware(recipe.device).device)
 
 
 def with_policy(recipe: Recipe, policy: str) -> Recipe:

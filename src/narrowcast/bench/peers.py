@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from narrowcast.bench.model import Workbench, with_policy
 from narrowcast.bench.timing import Step
 from narrowcast.errors import UnsupportedError
-from narrowcast.hardware import probe
+from narrowcast.hardware import detect_hardware
 from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.phase_plans import plan_recipe_model
 from narrowcast.training.setup import prepare_recipe
@@ -45,14 +45,17 @@ def build_ours(bench: Workbench, *, policy: str) -> Trial:
     """Return the trainer's own step in a policy, compiled and captured if the recipe says so."""
     recipe = with_policy(bench.recipe, policy)
     plan = plan_recipe_model(
-        recipe, bench.model, hardware=probe(str(bench.device)), gemm_rows=bench.task.gemm_rows
+        recipe,
+        bench.model,
+        hardware=detect_hardware(str(bench.device)),
+        gemm_rows=bench.task.gemm_rows,
     )
     prepared = prepare_recipe(recipe, bench.task, plan=plan)
     stepper = Stepper(prepared, bench.task, recipe)
     batches, latest = bench.stream(), list[Tensor]()
 
     def step() -> None:
-        _, losses = stepper(list(islice(batches, bench.recipe.accumulate)))
+        _, losses = stepper(list(islice(batches, bench.recipe.gradient_accumulation_steps)))
         latest[:] = [losses]  # of the whole, and of its parts
 
     return Trial(
@@ -198,7 +201,7 @@ def _make_trial(
     **about: Any,
 ) -> Trial:
     """Return the step: loss and backward for each micro-batch, then the update."""
-    batches, count = bench.stream(), bench.recipe.accumulate
+    batches, count = bench.stream(), bench.recipe.gradient_accumulation_steps
     latest: list[Tensor] = []
 
     def step() -> None:

@@ -21,7 +21,7 @@ import torch
 from narrowcast.bench.contenders import Contender, select_baseline, select_contenders
 from narrowcast.bench.figures import Result, result_rows
 from narrowcast.bench.process import Worker, sigterm_interrupts
-from narrowcast.hardware import probe
+from narrowcast.hardware import detect_hardware
 from narrowcast.runs import describe_environment
 from narrowcast.workloads import load_recipe
 
@@ -76,7 +76,7 @@ class Figures:
 def measure_steps(request: BenchRequest, *, log: Log) -> Figures:
     """Measure the training steps of the requested contenders."""
     recipe = load_recipe(request.recipe, request.overrides).recipe
-    hardware = probe(recipe.device)
+    hardware = detect_hardware(recipe.device)
     device = torch.device(hardware.device)
     contenders = select_contenders(
         peers=request.peers, policies=request.policies, device_type=device.type
@@ -254,8 +254,8 @@ class Rounds:
         """Record why a worker gave no answer, or let it try again without the others."""
         worker = self._workers.pop(name)
         worker.kill()
-        beside_others = bool(self._workers)
-        if OUT_OF_MEMORY in worker.failure.lower() and beside_others and self._attempts[name] == 1:
+        in_parallel = bool(self._workers)
+        if OUT_OF_MEMORY in worker.failure.lower() and in_parallel and self._attempts[name] == 1:
             self._log(f"{name}: out of memory beside others, will be tried again")
             self._results[name].rounds = []
             self._out_of_memory.append(self._results[name].contender)

@@ -131,11 +131,11 @@ class _WithLists(click.Command):
         return super().parse_args(ctx, _repeated(args))
 
 
-def _repeated(words: Sequence[str]) -> list[str]:
+def _repeated(arguments: Sequence[str]) -> list[str]:
     """Repeat the name of a list before each of its words."""
     repeated: list[str] = []
     current = ""
-    for word in words:
+    for word in arguments:
         if word.startswith("-"):
             current = word if word in LISTS else ""
             repeated += [] if current else [word]

@@ -23,23 +23,23 @@ def doctor(as_json: bool, measure: bool) -> None:
 
     console = screen(to_stderr=as_json)
     with working(screen(quiet=as_json, to_stderr=True), "trying this machine"):
-        from narrowcast.hardware import probe
+        from narrowcast.hardware import detect_hardware
         from narrowcast.precision.plan.presets import recommended
         from narrowcast.runs import describe_environment
 
         if measure:
             _measure(console)
-        best = probe()
-        devices = [best] if best.device == "cpu" else [best, probe("cpu")]
+        best = detect_hardware()
+        devices = [best] if best.device == "cpu" else [best, detect_hardware("cpu")]
         policy, reason = recommended(best)
         environment = describe_environment()
     if as_json:
-        found = {
+        results = {
             "environment": environment,
             "devices": [device.to_json() for device in devices],
             "recommended": {"device": best.device, "policy": policy, "reason": reason},
         }
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(results, indent=2, ensure_ascii=False))
         return
     from narrowcast.cli.view.doctor_view import (
         print_device,
@@ -58,9 +58,9 @@ def _measure(console: "Console") -> None:
     import torch
 
     from narrowcast.cli.view.screen import say
-    from narrowcast.hardware import keep_speeds, probe
+    from narrowcast.hardware import detect_hardware, keep_speeds
     from narrowcast.precision.fp8.measure import measure_speeds
 
-    device = torch.device(probe().device)
+    device = torch.device(detect_hardware().device)
     speeds = measure_speeds(device, tell=lambda what: say(console, "measuring", what))
     say(console, "kept in", str(keep_speeds(speeds)))

@@ -25,7 +25,7 @@ from narrowcast.cli.train import resume, train
 from narrowcast.cli.verify_resume import verify_resume
 from narrowcast.cli.watch import watch
 from narrowcast.config.registry import Registry
-from narrowcast.errors import NarrowcastError, RecipeError
+from narrowcast.errors import ConfigError, NarrowcastError
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells count."""
@@ -60,7 +60,7 @@ class _Commands(click.Group):
             return verb
         registry = _registry()
         if clash := registry.clash(cmd_name):
-            raise RecipeError(clash)
+            raise ConfigError(clash)
         owner = registry.commands().get(cmd_name)
         if owner is None:
             return None
@@ -108,7 +108,7 @@ def main() -> NoReturn:
     open_output()
     try:
         try:
-            code = exit_code_of(sys.argv[1:])
+            code = run_command(sys.argv[1:])
         except KeyboardInterrupt:  # one more, while the first is being answered
             code = INTERRUPTED
         sys.exit(code)
@@ -119,7 +119,7 @@ def main() -> NoReturn:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def exit_code_of(words: Sequence[str]) -> int:
+def run_command(overrides: Sequence[str]) -> int:
     """Run `words`, say on stderr what went wrong if anything did, and return the exit code.
 
     An exception that is none of ours is a bug, and keeps its traceback.
@@ -128,7 +128,7 @@ def exit_code_of(words: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ×: better ? than a traceback
     try:
-        code = narrowcast.main(args=list(words), prog_name="narrowcast", standalone_mode=False)
+        code = narrowcast.main(args=list(overrides), prog_name="narrowcast", standalone_mode=False)
     except click.ClickException as error:
         with contextlib.suppress(OutputLostError):
             error.show()

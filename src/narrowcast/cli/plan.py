@@ -25,11 +25,11 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
 
     console = screen()
     with working(screen(quiet=as_json, to_stderr=True), "planning"):
-        from narrowcast.hardware import probe
+        from narrowcast.hardware import detect_hardware
         from narrowcast.runner.assemble import planned
         from narrowcast.runner.by_task import decided
 
-        hardware = probe(loaded.recipe.device)
+        hardware = detect_hardware(loaded.recipe.device)
         by_task = decided(loaded, hardware)
         loaded = by_task.loaded
         plans = planned(loaded.recipe, hardware)
@@ -43,8 +43,8 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
         from narrowcast.runner.plan_json import plan_json
         from narrowcast.runs import strict_json
 
-        told = plan_json(loaded.recipe, plans, task_row=by_task.row)
-        click.echo(strict_json.dumps(told, indent=2))
+        info = plan_json(loaded.recipe, plans, task_row=by_task.row)
+        click.echo(strict_json.dumps(info, indent=2))
         return
     if not loaded.recipe.is_settled:
         many = count(loaded.recipe.epochs or 0, "epoch")

@@ -8,9 +8,9 @@ def recipes() -> None:
     """List the recipes there are, one line each."""
     from narrowcast.workloads import REGISTRY, shipped_recipes
 
-    found = shipped_recipes()
-    width = max((len(name) for name, _ in found), default=0)
-    for name, description in found:
+    matches = shipped_recipes()
+    width = max((len(name) for name, _ in matches), default=0)
+    for name, description in matches:
         click.echo(f"{name:<{width}}  {description}".rstrip())
     for problem in REGISTRY.problems():
         click.echo(f"narrowcast: {problem}", err=True)
@@ -23,12 +23,12 @@ def schema() -> None:
 
     from narrowcast.config import recipe_schema
     from narrowcast.errors import NarrowcastError
-    from narrowcast.workloads import REGISTRY, sections_of
+    from narrowcast.workloads import REGISTRY, workload_sections
 
     known = {}
     for workload in REGISTRY.workloads():
         try:
-            known[workload.name] = sections_of(workload.name)
+            known[workload.name] = workload_sections(workload.name)
         except NarrowcastError as error:  # somebody else's, and no reason to have no schema
             click.echo(f"narrowcast: {error}", err=True)
     click.echo(json.dumps(recipe_schema(known), indent=2))

@@ -49,7 +49,7 @@ def _conclude(
         console,
         run.folder.path,
         page=run.folder.path / "report.html",
-        weights=run.folder.path / (run.task.weights_in or WEIGHTS),
+        weights=run.folder.path / (run.task.weights_path or WEIGHTS),
         task=display.task,
         tally=display.tally,
         metrics=display.metrics,

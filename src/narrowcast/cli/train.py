@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from narrowcast.cli.options import overrides_argument, quiet_option, recipe_argument, run_argument
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 
 @click.command()
@@ -27,7 +27,7 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
     if out is not None:
         # A shell leaves ~ as it is in --out=~/runs, and gives nothing for a variable that is unset.
         if not out.strip():
-            raise RecipeError("--out was given nothing; name a folder, or leave it out")
+            raise ConfigError("--out was given nothing; name a folder, or leave it out")
         out = str(Path(out).expanduser())
     loaded = load_recipe(recipe, overrides)
     console = lasting_screen(quiet=quiet)

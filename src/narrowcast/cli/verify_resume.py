@@ -42,12 +42,12 @@ def verify_resume(
     with working(console, "training twice"):
         from narrowcast.training.checkpoints.verify import verify_resume as verify
 
-        asked = loaded.recipe
-        if not asked.is_settled:
+        requested = loaded.recipe
+        if not requested.is_settled:
             from narrowcast.runner.assemble import assemble
 
-            asked = assemble(asked).recipe
-        check = verify(asked, [recipe, *overrides], folder=folder, seed=seed)
+            requested = assemble(requested).recipe
+        check = verify(requested, [recipe, *overrides], folder=folder, seed=seed)
     where = f"step {check.resumed_from}" if check.resumed_from else "the beginning"
     course = f"killed after step {check.killed_after} of {check.steps}, resumed from {where}"
     if not check.equal:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from narrowcast.cli.options import run_argument
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +61,7 @@ def _server(folder: "Path", port: int | None) -> "WatchServer":
             click.echo(f"port {wanted[0]} is taken, so this is port {tried}", err=True)
         return server
     taken = "are taken" if len(wanted) > 1 else "is taken, or not yours to use"
-    raise RecipeError(
+    raise ConfigError(
         f"--port: {'–'.join(dict.fromkeys(str(p) for p in (wanted[0], wanted[-1])))} {taken}; "
         "write --port 0 for any free one"
     )

@@ -19,7 +19,7 @@ from narrowcast.config.limits import (
     SMALLEST_SCALE,
 )
 from narrowcast.config.phases import PolicyText, Schedule
-from narrowcast.config.section import Section, refuse_conflicts
+from narrowcast.config.section import Section, check_conflicts
 
 Piece = Literal["loss", "gelu", "layer_norm", "mask", "rms_norm", "rotary", "swiglu"]
 Fuse = Literal["auto", "none"] | Annotated[tuple[Piece, ...], Field(max_length=MOST_ENTRIES)]
@@ -77,7 +77,7 @@ class OptimizerSection(Section):
     def _is_obeyed(self) -> Self:
         """Refuse a setting the chosen optimizer would ignore."""
         defaults = type(self).model_fields
-        refuse_conflicts(
+        check_conflicts(
             [
                 ((key, "name"), f"{self.name} has no {key}; leave {key} out, or choose {takers}")
                 for key in ("betas", "eps", "momentum", "fused")
@@ -104,7 +104,7 @@ class LrScheduleSection(Section):
         le=1,
         description="the same as a share of all steps, rounded up, instead of warmup",
     )
-    final: float = Field(
+    min_lr_ratio: float = Field(
         default=0.0,
         ge=0,
         le=1,
@@ -114,12 +114,15 @@ class LrScheduleSection(Section):
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
         """Refuse an end value for a schedule that does not fall."""
-        if self.name == "constant" and self.final not in (0.0, 1.0):
-            text = "a constant schedule does not fall; leave final out, or choose cosine or linear"
-            refuse_conflicts([(("final", "name"), text)])
+        if self.name == "constant" and self.min_lr_ratio not in (0.0, 1.0):
+            text = (
+                "a constant schedule does not decay; leave min_lr_ratio out, or choose cosine "
+                "or linear"
+            )
+            check_conflicts([(("min_lr_ratio", "name"), text)])
         if self.warmup and self.warmup_ratio:
             text = "warmup says it in steps already; leave warmup_ratio out, or warmup"
-            refuse_conflicts([(("warmup_ratio", "warmup"), text)])
+            check_conflicts([(("warmup_ratio", "warmup"), text)])
         return self
 
     @property
@@ -168,7 +171,7 @@ class LossScaleSection(Section):
         default=1, ge=1, le=MOST_STEPS, description="overflows in a row before it backs off"
     )
     dynamic: bool = Field(default=True, description="false: the scale stays at init_scale")
-    patience: int = Field(
+    max_skipped_steps: int = Field(
         default=50,
         ge=1,
         le=MOST_STEPS,
@@ -186,19 +189,19 @@ class LossScaleSection(Section):
         low, first, high = self.min_scale, self.init_scale, self.max_scale
         if low > high:
             text = f"min_scale {low:g} is above max_scale {high:g}; lower one, or raise the other"
-            refuse_conflicts([(("min_scale", "max_scale"), text)])
+            check_conflicts([(("min_scale", "max_scale"), text)])
         if first > high:
             text = (
                 f"init_scale {first:g} is above max_scale {high:g}; "
                 f"write init_scale={high:g}, or raise max_scale"
             )
-            refuse_conflicts([(("init_scale", "max_scale"), text)])
+            check_conflicts([(("init_scale", "max_scale"), text)])
         if first < low:
             text = (
                 f"init_scale {first:g} is below min_scale {low:g}; "
                 f"write init_scale={low:g}, or lower min_scale"
             )
-            refuse_conflicts([(("init_scale", "min_scale"), text)])
+            check_conflicts([(("init_scale", "min_scale"), text)])
         return self
 
 
@@ -208,11 +211,13 @@ class AdaptSection(Section):
     enabled: bool = Field(
         default=False, description="widen modules that overflow, saturate or lose their gradients"
     )
-    most: float = Field(default=0.25, ge=0, le=1, description="share of modules widened at once")
+    max_fraction: float = Field(
+        default=0.25, ge=0, le=1, description="share of modules widened at once"
+    )
     cooldown: int = Field(
         default=100, ge=1, le=MOST_STEPS, description="steps between two changes of a module"
     )
-    calm: int = Field(
+    calm_steps: int = Field(
         default=1000, ge=1, le=MOST_STEPS, description="steps without trouble before it returns"
     )
     overflows: int = Field(
@@ -227,10 +232,10 @@ class AdaptSection(Section):
         """Refuse limits on changes that are never made; `enabled: false` switches all of it off."""
         if self.enabled or self.overflows or "enabled" in self.model_fields_set:
             return self
-        refuse_conflicts(
+        check_conflicts(
             [
                 ((key,), f"no module is widened; write adapt.enabled=true too, or leave {key} out")
-                for key in ("most", "cooldown", "calm")
+                for key in ("max_fraction", "cooldown", "calm_steps")
                 if getattr(self, key) != type(self).model_fields[key].default
             ]
         )
@@ -252,7 +257,7 @@ class PrecisionSection(Section):
         default=None,
         description="none: where the machine lacks the format; true: always; false: refuse instead",
     )
-    only_faster: bool = Field(
+    skip_slow_fp8: bool = Field(
         default=True,
         description="keep a layer in bf16 where fp8 gains nothing, as measured on this GPU",
     )
@@ -320,10 +325,10 @@ class EvalSection(Section):
         """Refuse patience without evaluations to be patient with, and a measure for none."""
         if self.patience and not self.every:
             text = "it is evaluated at its end only; write eval.every=100, or leave patience out"
-            refuse_conflicts([(("patience", "every"), text)])
+            check_conflicts([(("patience", "every"), text)])
         if self.min_delta and not self.patience:
             text = "nothing is ended for want of it; write eval.patience=3, or leave min_delta out"
-            refuse_conflicts([(("min_delta", "patience"), text)])
+            check_conflicts([(("min_delta", "patience"), text)])
         return self
 
 
@@ -336,7 +341,7 @@ class HealthSection(Section):
         le=MOST_STEPS,
         description="steps between two readings of what tensors lose to their formats; 0: none",
     )
-    verdicts: bool = Field(
+    diagnose: bool = Field(
         default=True,
         description="replay a step that is not finite, to name where that came from",
     )

@@ -6,8 +6,8 @@ from pathlib import Path
 from narrowcast.config.globs import matching
 from narrowcast.config.problems import Problems, shown_path
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError
-from narrowcast.plain_files import path_of, status_of
+from narrowcast.errors import ConfigError
+from narrowcast.plain_files import expand_path, stat_or_none
 
 
 def check_files(recipe: Recipe) -> None:
@@ -20,17 +20,17 @@ def check_files(recipe: Recipe) -> None:
     if problems:
         where = shown_path(Path.cwd())
         advice = f"Relative paths are read from {where}; write the path of an existing file."
-        raise RecipeError("\n".join([*problems.lines(), advice]))
+        raise ConfigError("\n".join([*problems.lines(), advice]))
 
 
 def missing_files(paths: Iterable[str]) -> list[str]:
     """Return the paths and globs that lead to no file."""
-    return [path for path in paths if not _exists(path_of(path))]
+    return [path for path in paths if not _exists(expand_path(path))]
 
 
 def _exists(path: Path) -> bool:
     """Return whether a path or glob leads to something; reading it says what else is wrong."""
     try:
-        return status_of(path) is not None or bool(matching(path))
+        return stat_or_none(path) is not None or bool(matching(path))
     except (OSError, ValueError):
         return True

@@ -20,31 +20,31 @@ def matching(glob: Path, *, most_seen: int = MOST_SEEN) -> list[Path]:
     if any(ANY_DEPTH in part and part != ANY_DEPTH for part in parts):
         raise ValueError(f"{ANY_DEPTH} can only be an entire path component")
     seen = 0
-    found: set[str] = set()
+    matches: set[str] = set()
     todo = [(glob.anchor, 0)]  # folders, and the part that is looked for in each
     while todo:
-        place, at = todo.pop()
+        location, at = todo.pop()
         if at == len(parts):
-            found.add(place)
+            matches.add(location)
             continue
         if not re.search(r"[*?[]", parts[at]):
             if os.path.lexists(
-                there := f"{place}{'' if place == glob.anchor else os.sep}{parts[at]}"
+                there := f"{location}{'' if location == glob.anchor else os.sep}{parts[at]}"
             ):
                 todo.append((there, at + 1))
             continue
-        inside = _entries(place)
+        inside = _entries(location)
         seen += len(inside)
         if seen > most_seen:
             text = f"there are more than {most_seen:,} files and folders to look at"
             raise OSError(errno.E2BIG, f"{text}; write a narrower glob", str(glob))
         if parts[at] == ANY_DEPTH:
-            todo.append((place, at + 1))
+            todo.append((location, at + 1))
             todo += [(each.path, at) for each in inside if each.is_dir(follow_symlinks=False)]
         else:
             fits = re.compile(fnmatch.translate(parts[at])).match
             todo += [(each.path, at + 1) for each in inside if fits(each.name)]
-    return sorted(map(Path, found))
+    return sorted(map(Path, matches))
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:

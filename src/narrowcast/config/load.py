@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from narrowcast.config.given import Given, Setting
 from narrowcast.config.limits import MOST_WORDS, UNSETTLED
+from narrowcast.config.overrides import Overrides, Setting
 from narrowcast.config.problems import Problems
 from narrowcast.config.sections import Recipe, Sections
 from narrowcast.config.sources import read_source
 from narrowcast.config.tree import recipe_tree
 from narrowcast.config.validate import validate
 from narrowcast.config.yaml_text import YamlError, parse
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 
 DEFAULT = "default"
 EPOCHS = "epochs"
@@ -27,7 +27,7 @@ EPOCHS = "epochs"
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 SectionsOf = Callable[[str], Sections]
-"""From a workload's name to its sections; raises RecipeError where there is none."""
+"""From a workload's name to its sections; raises ConfigError where there is none."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class LoadedRecipe:
         try:
             recipe = _changed(self.recipe, unset)
         except ValidationError as error:
-            found = "; ".join(each["msg"] for each in error.errors(include_url=False))
-            raise RecipeError(f"{origin}: {found}") from error
+            result = "; ".join(each["msg"] for each in error.errors(include_url=False))
+            raise ConfigError(f"{origin}: {result}") from error
         return replace(
             self, recipe=recipe, origins={**self.origins, **dict.fromkeys(unset, origin)}
         )
@@ -63,7 +63,7 @@ class LoadedRecipe:
         """Return every setting with its value and origin, as `resolved.json` keeps them."""
         return {
             key: {"value": value, "origin": self.origins[key]}
-            for key, value in settings_of(self.recipe).items()
+            for key, value in flat_settings(self.recipe).items()
         }
 
 
@@ -76,21 +76,21 @@ def load_recipe(
 ) -> LoadedRecipe:
     """Load a recipe by its name in `shipped`, or a file, with KEY=VALUE words that win over it.
 
-    Everything that is wrong is said at once, in one RecipeError.
+    Everything that is wrong is said at once, in one ConfigError.
     """
-    found = read_source(source, shipped)
-    words = _few(overrides)
+    matched = read_source(source, shipped)
+    terms = _few(overrides)
     try:
-        document = parse(found.text)
+        document = parse(matched.text)
     except YamlError as error:
-        raise RecipeError(f"{found.shown}:{error.line}: {error}") from None
+        raise ConfigError(f"{matched.shown}:{error.line}: {error}") from None
 
-    def fill(given: Given) -> None:
-        given.settings["name",] = Setting(found.name, found.origin, f"{found.shown}: name")
-        given.add_file(document, origin=found.origin, shown_as=found.shown)
-        given.add_words(words)
+    def fill(inputs: Overrides) -> None:
+        inputs.settings["name",] = Setting(matched.name, matched.origin, f"{matched.shown}: name")
+        inputs.add_file(document, origin=matched.origin, shown_as=matched.shown)
+        inputs.add_arguments(terms)
 
-    return _load(fill, sections, shown_as=found.shown, text=found.text)
+    return _load(fill, sections, shown_as=matched.shown, text=matched.text)
 
 
 def from_resolved(
@@ -104,19 +104,19 @@ def from_resolved(
 
     `text` is the recipe file that run was given.
     """
-    words = _few(overrides)
+    names = _few(overrides)
     for key, entry in resolved.items():
         if not isinstance(entry, Mapping) or set(entry) != {"value", "origin"}:
             raise CheckpointError(f"resolved.json is damaged: {key} has no value and origin")
 
-    def fill(given: Given) -> None:
-        given.add_resolved(resolved, shown_as="resolved.json")
-        given.add_words(words)
+    def fill(settings: Overrides) -> None:
+        settings.add_resolved(resolved, shown_as="resolved.json")
+        settings.add_arguments(names)
 
     return _load(fill, sections, shown_as="resolved.json", text=text)
 
 
-def settings_of(recipe: Recipe) -> dict[str, Any]:
+def flat_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the value of every setting by its dotted key, as JSON has it."""
     return dict(_flat(recipe))
 
@@ -135,31 +135,31 @@ def _changed(section: _Kind, values: Mapping[str, Any]) -> _Kind:
 
 
 def _load(
-    fill: Callable[[Given], None], sections: SectionsOf, *, shown_as: str, text: str
+    fill: Callable[[Overrides], None], sections: SectionsOf, *, shown_as: str, text: str
 ) -> LoadedRecipe:
     # The workload decides which settings there are, so it is looked up first.
-    first = Given(recipe_tree(None))
+    first = Overrides(recipe_tree(None))
     fill(first)
     known, problem = _sections(first.settings.get(("workload",)), sections)
-    given = Given(recipe_tree(known))
-    fill(given)
-    _leave_steps_open(given)
+    inputs = Overrides(recipe_tree(known))
+    fill(inputs)
+    _leave_steps_open(inputs)
     for each in problem:
-        given.problems.add(each)
-    recipe = validate(given, known, shown_as=shown_as)
-    if recipe is None or given.problems:
-        raise RecipeError(_listed(given.problems))
-    origins = {".".join(path): setting.origin for path, setting in given.settings.items()}
+        inputs.problems.add(each)
+    recipe = validate(inputs, known, shown_as=shown_as)
+    if recipe is None or inputs.problems:
+        raise ConfigError(_listed(inputs.problems))
+    origins = {".".join(path): setting.origin for path, setting in inputs.settings.items()}
     return LoadedRecipe(
-        recipe, {key: origins.get(key, DEFAULT) for key in settings_of(recipe)}, text
+        recipe, {key: origins.get(key, DEFAULT) for key in flat_settings(recipe)}, text
     )
 
 
-def _leave_steps_open(given: Given) -> None:
+def _leave_steps_open(inputs: Overrides) -> None:
     """Let the steps of a recipe with epochs be those that its data has, whatever number that is."""
-    epochs = given.settings.get(("epochs",))
-    if epochs is not None and epochs.value is not None and ("steps",) not in given.settings:
-        given.settings["steps",] = Setting(UNSETTLED, EPOCHS, "epochs")
+    epochs = inputs.settings.get(("epochs",))
+    if epochs is not None and epochs.value is not None and ("steps",) not in inputs.settings:
+        inputs.settings["steps",] = Setting(UNSETTLED, EPOCHS, "epochs")
 
 
 def _sections(workload: Setting | None, sections: SectionsOf) -> tuple[Sections | None, list[str]]:
@@ -168,24 +168,24 @@ def _sections(workload: Setting | None, sections: SectionsOf) -> tuple[Sections 
         return None, []  # said by the validation
     try:
         return sections(workload.value), []
-    except RecipeError as error:
+    except ConfigError as error:
         return None, [f"{workload.where}: {error}"]
 
 
-def _few(words: Iterable[str]) -> list[str]:
+def _few(terms: Iterable[str]) -> list[str]:
     """Return the words of a command line, and refuse more than anybody types."""
-    given = list(words)
-    if len(given) > MOST_WORDS:
-        raise RecipeError(
-            f"{len(given)} words KEY=VALUE were given; write at most {MOST_WORDS}, and the others "
+    inputs = list(terms)
+    if len(inputs) > MOST_WORDS:
+        raise ConfigError(
+            f"{len(inputs)} words KEY=VALUE were given; write at most {MOST_WORDS}, and the others "
             "into a file"
         )
-    return given
+    return inputs
 
 
 def _listed(problems: Problems) -> str:
     if problems.count == 1:
-        return problems.told[0]
+        return problems.shown[0]
     head = f"{problems.count} problems in the recipe:"
     return "\n".join([head, *(f"  {line}" for line in problems.lines())])
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from narrowcast.config.limits import LARGEST_FP32, LONGEST_POLICY, MOST_OVERRIDES, MOST_STEPS
-from narrowcast.config.section import Section, refuse_conflicts
+from narrowcast.config.section import Section, check_conflicts
 
 LOSSES = 20
 """Steps whose mean loss a condition looks at: the loss of one says more of its batch."""
@@ -96,16 +96,16 @@ def misplaced(phases: Sequence[PhaseSection], *, steps: int) -> Iterator[str]:
         last, number = max(last, end), n
 
 
-def _refuse_wrong(value: Any) -> Any:
+def _check_schedule(value: Any) -> Any:
     """Refuse a schedule that makes no sense, before it is taken apart."""
     if not isinstance(value, list | tuple):
         return value  # refused with the words for any list
     problems = [text for n, item in enumerate(value) for text in _problems(item, n, len(value))]
-    refuse_conflicts([((), text) for text in problems])
+    check_conflicts([((), text) for text in problems])
     return tuple(value)  # pydantic takes what a validator returns for Python's own, and no list
 
 
-Schedule = Annotated[tuple[PhaseSection, ...], BeforeValidator(_refuse_wrong)]
+Schedule = Annotated[tuple[PhaseSection, ...], BeforeValidator(_check_schedule)]
 
 
 def _problems(item: Any, n: int, count: int) -> Iterator[str]:
@@ -156,10 +156,10 @@ def _wrong_ends(until: Any) -> Iterator[str]:
             yield f"{until!r} is no end; write {HOW_TO_END}"
 
 
-def _wrong_conditions(given: Mapping[Any, Any]) -> Iterator[str]:
-    until = {name: value for name, value in given.items() if value is not None}
+def _wrong_conditions(settings: Mapping[Any, Any]) -> Iterator[str]:
+    until = {name: value for name, value in settings.items() if value is not None}
     if len(until) != 1 or not set(until) <= set(ConditionSection.model_fields):
-        yield f"{dict(given)!r} is no condition; write {{calm: 500}} or {{loss_below: 2.5}}"
+        yield f"{dict(settings)!r} is no condition; write {{calm: 500}} or {{loss_below: 2.5}}"
         return
     name, value = next(iter(until.items()))
     number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -32,20 +32,20 @@ class Problems:
     """Problems in the order they were found; what is not told is never put into words."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.shown: list[str] = []
         self.count = 0
 
     def add(self, problem: str | Callable[[], str]) -> None:
         """Add one, or what would say it."""
         self.count += 1
-        if len(self.told) < MOST_TOLD:
+        if len(self.shown) < MOST_TOLD:
             text = problem if isinstance(problem, str) else problem()
-            self.told.append(shortened(text, LONGEST_LINE))
+            self.shown.append(shortened(text, LONGEST_LINE))
 
     def __bool__(self) -> bool:
         return self.count > 0
 
     def lines(self) -> list[str]:
         """Return a line for each that is told, and one that counts the others."""
-        more = self.count - len(self.told)
-        return [*self.told, *([f"and {more} more"] if more else [])]
+        more = self.count - len(self.shown)
+        return [*self.shown, *([f"and {more} more"] if more else [])]

@@ -17,7 +17,7 @@ from typing import Protocol, final
 
 from narrowcast.config.shipped import recipes_in
 from narrowcast.config.workload import Workload
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 GROUP = "narrowcast.workloads"
 
@@ -63,24 +63,26 @@ class Registry:
 
     def workload(self, name: str) -> Workload:
         """Return a workload, or say what is wrong with it or its name."""
-        found = self._loaded.get(name)
-        if found is None:
-            found = self._loaded[name] = self._load(name)
-        if isinstance(found, str):
-            raise RecipeError(found)
-        return found
+        result = self._loaded.get(name)
+        if result is None:
+            result = self._loaded[name] = self._load(name)
+        if isinstance(result, str):
+            raise ConfigError(result)
+        return result
 
     def workloads(self) -> list[Workload]:
         """Return every workload that works."""
-        return [found for name in self.names if isinstance(found := self._tried(name), Workload)]
+        return [
+            matched for name in self.names if isinstance(matched := self._tried(name), Workload)
+        ]
 
     def commands(self) -> dict[str, Workload]:
         """Return who brings each command; one of the package itself comes before an installed one.
 
         Of two installed workloads that bring the same, neither does.
         """
-        found = {name: owners[0] for name, owners in self._owners().items()}
-        return {name: owner for name, owner in found.items() if not self.clash(name)}
+        results = {name: owners[0] for name, owners in self._owners().items()}
+        return {name: owner for name, owner in results.items() if not self.clash(name)}
 
     def clash(self, command: str) -> str:
         """Say why nobody brings a command that several would; nothing where that is not so."""
@@ -127,23 +129,23 @@ class Registry:
 
     @cached_property
     def _entries(self) -> dict[str, list[Entry]]:
-        found: dict[str, list[Entry]] = {}
+        results: dict[str, list[Entry]] = {}
         for entry in self._installed():
-            found.setdefault(entry.name, []).append(entry)
-        return found
+            results.setdefault(entry.name, []).append(entry)
+        return results
 
     def _owners(self) -> dict[str, list[Workload]]:
         """Return the workloads that bring each command, those of the package first."""
-        found: dict[str, list[Workload]] = {}
+        results: dict[str, list[Workload]] = {}
         for workload in self.workloads():
             for command in workload.commands:
-                found.setdefault(command.name, []).append(workload)
-        return found
+                results.setdefault(command.name, []).append(workload)
+        return results
 
     def _tried(self, name: str) -> Workload | str:
         try:
             return self.workload(name)
-        except RecipeError as error:
+        except ConfigError as error:
             return str(error)
 
     def _load(self, name: str) -> Workload | str:
@@ -158,19 +160,19 @@ class Registry:
             return f"two workloads are called {name!r}, of {origins}; pip uninstall one of them"
         (entry,) = entries
         try:
-            found: object = _imported(entry.value)
+            result: object = _imported(entry.value)
         except Exception as error:  # noqa: BLE001  # other people's programs fail in any way
             return (
                 f"the workload {name!r} of {_origin(entry)} cannot be imported from {entry.value}: "
                 f"{type(error).__name__}: {error}; repair that package, or pip uninstall it"
             )
-        if not isinstance(found, Workload) or found.name != name:
-            what = f"a workload called {found.name!r}" if isinstance(found, Workload) else "none"
+        if not isinstance(result, Workload) or result.name != name:
+            what = f"a workload called {result.name!r}" if isinstance(result, Workload) else "none"
             return (
                 f"{_origin(entry)} registers {entry.value} as the workload {name!r}, and it is "
                 f"{what}; the name of an entry point is that of its narrowcast.Workload"
             )
-        return replace(found, distribution=_origin(entry))
+        return replace(result, distribution=_origin(entry))
 
     def _hint(self, name: str) -> str:
         from narrowcast.config.wording import closest
@@ -179,10 +181,10 @@ class Registry:
         return f"did you mean {guess}?" if guess else f"there are: {', '.join(self.names)}"
 
 
-def _imported(place: str) -> Workload:
-    module, _, attribute = place.partition(":")
-    found: Workload = getattr(importlib.import_module(module), attribute)
-    return found
+def _imported(location: str) -> Workload:
+    module, _, attribute = location.partition(":")
+    result: Workload = getattr(importlib.import_module(module), attribute)
+    return result
 
 
 def _origin(entry: Entry) -> str:

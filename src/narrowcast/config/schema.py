@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from narrowcast.config.given import BY_NAME
+from narrowcast.config.overrides import BY_NAME
 from narrowcast.config.sections import CommonSettings, Sections
-from narrowcast.config.tree import choices_of
+from narrowcast.config.tree import literal_values
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 NONE = {"type": "string", "pattern": "^([nN][oO][nN][eE]|[nN][uU][lL][lL])$"}
@@ -39,7 +39,7 @@ def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
     for (name,) in BY_NAME:
         node, section = properties[name], CommonSettings.model_fields[name].annotation
         assert isinstance(section, type)
-        names = choices_of(section.model_fields["name"].annotation)
+        names = literal_values(section.model_fields["name"].annotation)
         alone = {"type": "string", "enum": list(names)}
         properties[name] = {**node, "anyOf": [*node["anyOf"], alone]}
     # How long a run is must be said, in one way or the other.

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from narrowcast.config.limits import LONGEST_TEXT
 
 
-def refuse_conflicts(conflicts: list[tuple[tuple[str, ...], str]]) -> None:
+def check_conflicts(conflicts: list[tuple[tuple[str, ...], str]]) -> None:
     """Raise, from a validator, for settings that are fine alone but not together.
 
     Each conflict is the keys that take part, relative to the section, and what to do about it. From

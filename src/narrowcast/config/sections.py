@@ -41,8 +41,8 @@ from narrowcast.config.limits import (
 )
 from narrowcast.config.phases import misplaced
 from narrowcast.config.section import Section as Section
-from narrowcast.config.section import refuse_conflicts as refuse_conflicts
-from narrowcast.errors import RecipeError
+from narrowcast.config.section import check_conflicts as check_conflicts
+from narrowcast.errors import ConfigError
 
 _Kind = TypeVar("_Kind", bound=Section)
 
@@ -72,12 +72,12 @@ class Sections:
         """Take the sections by name; one that every recipe has is refused."""
         for name in further:
             if name in CommonSettings.model_fields or name in Recipe.model_fields:
-                raise RecipeError(
+                raise ConfigError(
                     f"a section of a workload cannot be called {name}: every recipe has a setting "
                     f"of that name; choose another, e.g. {name}_settings"
                 )
             if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-                raise RecipeError(
+                raise ConfigError(
                     f"a section cannot be called {name!r}; write small letters, digits and _"
                 )
         self.data, self.model = data, model
@@ -99,7 +99,7 @@ class ProfileSection(Section):
         """Refuse a first step of no steps."""
         if not self.steps and self.first != type(self).model_fields["first"].default:
             text = "no step is profiled; write profile.steps=5 too, or leave first out"
-            refuse_conflicts([(("first", "steps"), text)])
+            check_conflicts([(("first", "steps"), text)])
         return self
 
 
@@ -136,7 +136,7 @@ class CommonSettings(Section):
         description="times through the data, instead of steps; none: as steps says",
     )
     batch_size: int = Field(ge=1, le=MOST_SAMPLES, description="samples per micro-batch")
-    accumulate: int = Field(
+    gradient_accumulation_steps: int = Field(
         default=1, ge=1, le=MOST_MICRO_BATCHES, description="micro-batches per step"
     )
     clip_norm: float | None = Field(
@@ -154,7 +154,7 @@ class CommonSettings(Section):
     cuda_graph: bool | None = Field(
         default=None,
         description="replay each step as a CUDA graph; none: up to a billion parameters, without "
-        "memory.checkpoint",
+        "memory.activation_checkpointing",
     )
     deterministic: bool = Field(
         default=False, description="the same bits in every run on a GPU too, up to twice as slow"
@@ -176,7 +176,7 @@ class CommonSettings(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="saving")
     eval: EvalSection = Field(default_factory=EvalSection, description="evaluation")
     health: HealthSection = Field(default_factory=HealthSection, description="numerical health")
-    faults: tuple[FaultSection, ...] = Field(
+    fault_injection: tuple[FaultSection, ...] = Field(
         default=(),
         max_length=MOST_ENTRIES,
         description="faults to rehearse: step, module, role, value",
@@ -193,24 +193,25 @@ class CommonSettings(Section):
     @model_validator(mode="after")
     def _can_be_rehearsed(self) -> Self:
         """Refuse faults that no step would have."""
-        refuse_conflicts(
+        check_conflicts(
             [
                 *(
                     (
-                        ("faults", "steps"),
+                        ("fault_injection", "steps"),
                         f"step {fault.step} is after the last; write steps={fault.step}",
                     )
-                    for fault in self.faults
+                    for fault in self.fault_injection
                     if fault.step > self.steps and self.is_settled
                 ),
                 *(
                     (
-                        ("faults", "accumulate"),
-                        f"a step has {self.accumulate} micro-batches, not {fault.micro_batch}; "
-                        f"write accumulate={fault.micro_batch}",
+                        ("fault_injection", "gradient_accumulation_steps"),
+                        f"a step has {self.gradient_accumulation_steps} micro-batches, not "
+                        f"{fault.micro_batch}; "
+                        f"write gradient_accumulation_steps={fault.micro_batch}",
                     )
-                    for fault in self.faults
-                    if fault.micro_batch > self.accumulate
+                    for fault in self.fault_injection
+                    if fault.micro_batch > self.gradient_accumulation_steps
                 ),
             ]
         )
@@ -221,7 +222,7 @@ class CommonSettings(Section):
         """Refuse to adapt to readings that are never made."""
         if self.precision.adapt.enabled and self.health.every == 0:
             text = "formats follow what readings show, and there are none; write health.every=50"
-            refuse_conflicts([(("precision.adapt.enabled", "health.every"), text)])
+            check_conflicts([(("precision.adapt.enabled", "health.every"), text)])
         return self
 
     @model_validator(mode="after")
@@ -230,13 +231,13 @@ class CommonSettings(Section):
         first = self.profile.first
         if self.profile.steps and self.is_settled and first > self.steps:
             text = f"step {first} is after the last; write profile.first={self.steps} or less"
-            refuse_conflicts([(("profile.first", "steps"), text)])
+            check_conflicts([(("profile.first", "steps"), text)])
         return self
 
     @model_validator(mode="after")
     def _strategy_fits(self) -> Self:
         """Refuse what a strategy and the rest of the recipe cannot both have."""
-        refuse_conflicts(list(_against_strategy(self)))
+        check_conflicts(list(_against_strategy(self)))
         return self
 
     @model_validator(mode="after")
@@ -244,7 +245,7 @@ class CommonSettings(Section):
         """Refuse a schedule in which a phase has no step of this run."""
         if self.is_settled:
             problems = misplaced(self.precision.schedule, steps=self.steps)
-            refuse_conflicts([(("precision.schedule", "steps"), text) for text in problems])
+            check_conflicts([(("precision.schedule", "steps"), text) for text in problems])
         return self
 
     @property
@@ -286,13 +287,13 @@ def _against_strategy(settings: CommonSettings) -> Iterator[tuple[tuple[str, ...
             f"{settings.steps}"
         )
         yield ("strategy.readout.every", "steps"), text
-    default = type(strategy).model_fields["stretch"].default
-    if settings.lr_schedule.name == "constant" and strategy.stretch not in (default, 1):
+    default = type(strategy).model_fields["lr_horizon"].default
+    if settings.lr_schedule.name == "constant" and strategy.lr_horizon not in (default, 1):
         text = (
-            "a constant learning rate has nothing to stretch; leave stretch out, or choose "
+            "a constant learning rate has no decay to lengthen; leave lr_horizon out, or choose "
             "lr_schedule.name=cosine or linear"
         )
-        yield ("strategy.stretch", "lr_schedule.name"), text
+        yield ("strategy.lr_horizon", "lr_schedule.name"), text
 
 
 class Recipe(CommonSettings):
@@ -312,9 +313,9 @@ class Recipe(CommonSettings):
         if self.is_settled or self.epochs is None:
             return self
         # Over all of them at once: a step is never short, so rounded up for each it would be more.
-        steps = -(-samples * self.epochs // (self.batch_size * self.accumulate))
+        steps = -(-samples * self.epochs // (self.batch_size * self.gradient_accumulation_steps))
         if not 0 < steps < MOST_STEPS:
-            raise RecipeError(
+            raise ConfigError(
                 f"epochs={self.epochs}: over {samples} samples that are {steps} steps; a run has "
                 f"1 to {MOST_STEPS - 1}"
             )
@@ -322,8 +323,8 @@ class Recipe(CommonSettings):
         try:
             return type(self).model_validate({**values, "steps": steps})
         except ValidationError as error:  # what phases and faults have against it
-            found = "; ".join(each["msg"] for each in error.errors(include_url=False))
-            raise RecipeError(f"epochs={self.epochs} are {steps} steps here: {found}") from error
+            result = "; ".join(each["msg"] for each in error.errors(include_url=False))
+            raise ConfigError(f"epochs={self.epochs} are {steps} steps here: {result}") from error
 
     @property
     def depends_on_steps(self) -> bool:
@@ -341,4 +342,4 @@ class Recipe(CommonSettings):
         for section in (self.data, self.model, *self.further.values()):
             if isinstance(section, kind):
                 return section
-        raise RecipeError(f"a recipe of workload {self.workload} has no {kind.__name__}")
+        raise ConfigError(f"a recipe of workload {self.workload} has no {kind.__name__}")

@@ -10,15 +10,15 @@ from pathlib import Path
 from narrowcast.config.limits import LARGEST_FILE
 from narrowcast.config.problems import shown_path
 from narrowcast.config.wording import closest
-from narrowcast.errors import RecipeError
-from narrowcast.plain_files import path_of, read_pipe, read_plain, status_of
+from narrowcast.errors import ConfigError
+from narrowcast.plain_files import expand_path, read_pipe, read_plain, stat_or_none
 
 SILENCE_SECONDS = 5
 """After which nobody is thought to write to a pipe any more."""
 
 
 @dataclass(frozen=True)
-class Source:
+class RecipeSource:
     """The text of a recipe, and what to call it."""
 
     name: str
@@ -30,29 +30,29 @@ class Source:
     text: str
 
 
-def read_source(source: str | Path, shipped: Mapping[str, Path]) -> Source:
-    """Read the file called `source` or the one of that name in `shipped`, or raise RecipeError."""
+def read_source(source: str | Path, shipped: Mapping[str, Path]) -> RecipeSource:
+    """Read the file called `source` or the one of that name in `shipped`, or raise ConfigError."""
     if isinstance(source, str) and source in shipped:
         origin = f"{source}.yaml"
-        return Source(source, origin, origin, shipped[source].read_text(encoding="utf-8"))
-    path = path_of(source)
+        return RecipeSource(source, origin, origin, shipped[source].read_text(encoding="utf-8"))
+    path = expand_path(source)
     try:
-        if str(source).strip() and (found := status_of(path)) is not None:
+        if str(source).strip() and (result := stat_or_none(path)) is not None:
             shown = shown_path(source)
-            if stat.S_ISFIFO(found.st_mode):  # `<(…)`, or /dev/stdin: a number, no name
+            if stat.S_ISFIFO(result.st_mode):  # `<(…)`, or /dev/stdin: a number, no name
                 piped = read_pipe(path, most=LARGEST_FILE, seconds=SILENCE_SECONDS)
-                return Source("piped", "pipe", shown, _text(path, piped))
-            return Source(path.stem, path.name, shown, _read(path))
+                return RecipeSource("piped", "pipe", shown, _text(path, piped))
+            return RecipeSource(path.stem, path.name, shown, _read(path))
     except OSError as error:
-        raise RecipeError(_unreadable(path, error)) from error
-    raise RecipeError(_not_found(str(source), path, list(shipped)))
+        raise ConfigError(_unreadable(path, error)) from error
+    raise ConfigError(_missing_source(str(source), path, list(shipped)))
 
 
 def _read(path: Path) -> str:
     if path.is_dir():
         inside = sorted(file.name for file in path.glob("*.yaml"))
         example = path / inside[0] if inside else path / "recipe.yaml"
-        raise RecipeError(f"{path} is a folder, not a recipe; name a file, e.g. {example}")
+        raise ConfigError(f"{path} is a folder, not a recipe; name a file, e.g. {example}")
     return _text(path, read_plain(path, most=LARGEST_FILE))
 
 
@@ -62,7 +62,7 @@ def _text(path: Path, content: bytes | bytearray) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise RecipeError(f"{path} is not UTF-8 text, so it is not a recipe; name a YAML file")
+        raise ConfigError(f"{path} is not UTF-8 text, so it is not a recipe; name a YAML file")
     return text
 
 
@@ -70,16 +70,18 @@ def _unreadable(path: Path, error: OSError) -> str:
     return f"cannot read the recipe {shown_path(path)}: {error.strerror}; name a YAML file"
 
 
-def _not_found(source: str, path: Path, names: list[str]) -> str:
+def _missing_source(source: str, path: Path, names: list[str]) -> str:
     """Say that nothing is called `source`, and what is called something like it."""
     looks_like_a_file = path.suffix in (".yaml", ".yml")
     bare = source.removesuffix(path.suffix) if looks_like_a_file else source
-    beside = {str(file) for file in path.parent.glob("*.yaml")} if path.parent.is_dir() else set()
-    guess = bare if bare in names else closest(source, beside) or closest(bare, names)
+    residuals = (
+        {str(file) for file in path.parent.glob("*.yaml")} if path.parent.is_dir() else set()
+    )
+    guess = bare if bare in names else closest(source, residuals) or closest(bare, names)
     last_names = {name.rpartition("/")[2]: name for name in names}
     guess = guess or last_names.get(bare)
     what = "file" if looks_like_a_file else "recipe"
     hint = f"; did you mean {guess}?" if guess else ";"
     shipped = ", ".join(names) or "none"
-    asked = shown_path(source) or "(nothing)"
-    return f"{asked}: no such {what}{hint} shipped recipes: {shipped}; or name a YAML file"
+    requested = shown_path(source) or "(nothing)"
+    return f"{requested}: no such {what}{hint} shipped recipes: {shipped}; or name a YAML file"

@@ -23,15 +23,15 @@ EXACT_INTEGERS = 2.0**53
 def recipe_tree(sections: Sections | None) -> Tree:
     """Return the tree of a recipe, whose workload's sections may be unknown."""
     if sections is None:
-        return {**tree_of(CommonSettings), "data": None, "model": None}
-    own = {name: tree_of(section) for name, section in sections.by_name.items()}
-    return {**tree_of(CommonSettings), **own}
+        return {**build_tree(CommonSettings), "data": None, "model": None}
+    own = {name: build_tree(section) for name, section in sections.by_name.items()}
+    return {**build_tree(CommonSettings), **own}
 
 
-def tree_of(model: type[BaseModel]) -> Tree:
+def build_tree(model: type[BaseModel]) -> Tree:
     """Return the tree of one model; a field whose type is a model is a section."""
     return {
-        name: tree_of(field.annotation) if _is_section(field.annotation) else field
+        name: build_tree(field.annotation) if _is_section(field.annotation) else field
         for name, field in model.model_fields.items()
     }
 
@@ -54,10 +54,10 @@ def fitted(value: object, annotation: object) -> object:
     The words none and null stand for None where None is allowed, and a float that is whole stands
     for an int where no float is.
     """
-    options = options_of(annotation)
+    options = plain_types(annotation)
     match value:
         case str() if value.lower() in ("none", "null") and type(None) in options:
-            return value if value in choices_of(annotation) else None
+            return value if value in literal_values(annotation) else None
         case float() if int in options and float not in options:
             whole = value.is_integer() and abs(value) <= EXACT_INTEGERS
             return int(value) if whole else value
@@ -65,8 +65,8 @@ def fitted(value: object, annotation: object) -> object:
             return [fitted(item, _item_type(options, i)) for i, item in enumerate(value)]
         case dict() if any(map(_is_section, options)):
             fields = next(option for option in options if _is_section(option)).model_fields
-            types_of = {name: field.annotation for name, field in fields.items()}
-            return {key: fitted(item, types_of.get(key, object)) for key, item in value.items()}
+            field_types = {name: field.annotation for name, field in fields.items()}
+            return {key: fitted(item, field_types.get(key, object)) for key, item in value.items()}
         case dict():
             return {key: fitted(item, _value_type(options)) for key, item in value.items()}
         case _:
@@ -75,7 +75,7 @@ def fitted(value: object, annotation: object) -> object:
 
 def takes_text(value: object, annotation: object) -> bool:
     """Say whether a setting takes text, and takes nothing of the type `value` has."""
-    options = options_of(annotation)
+    options = plain_types(annotation)
     text = any(option in (str, Path) or get_origin(option) is Literal for option in options)
     kinds = {get_origin(option) or option for option in options}
     sequence = isinstance(value, list) and bool(kinds & {list, tuple, set, frozenset, Sequence})
@@ -85,33 +85,33 @@ def takes_text(value: object, annotation: object) -> bool:
 
 def is_mapping(annotation: object) -> bool:
     """Say whether a setting is a mapping, so that its entries can be set one by one."""
-    return any(get_origin(option) in (dict, Mapping) for option in options_of(annotation))
+    return any(get_origin(option) in (dict, Mapping) for option in plain_types(annotation))
 
 
 def entry_type(annotation: object) -> object:
     """Return what the values of a mapping setting must be."""
-    return _value_type(options_of(annotation))
+    return _value_type(plain_types(annotation))
 
 
-def choices_of(annotation: object) -> tuple[Any, ...]:
+def literal_values(annotation: object) -> tuple[Any, ...]:
     """Return the values of the Literals in `annotation`."""
-    literals = (o for o in options_of(annotation) if get_origin(o) is Literal)
+    literals = (o for o in plain_types(annotation) if get_origin(o) is Literal)
     return tuple(choice for literal in literals for choice in get_args(literal))
 
 
-def options_of(annotation: object) -> list[Any]:
+def plain_types(annotation: object) -> list[Any]:
     """Take unions, aliases and Annotated apart: the plain types a value may have."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return options_of(get_args(annotation)[0])
+        return plain_types(get_args(annotation)[0])
     if origin in (Union, types.UnionType):
-        return [option for part in get_args(annotation) for option in options_of(part)]
+        return [option for part in get_args(annotation) for option in plain_types(part)]
     return [annotation]
 
 
 def section_in(annotation: object) -> type[BaseModel] | None:
     """Return the section that the items of a list setting are; None where they are none."""
-    item = _item_type(options_of(annotation), 0)
+    item = _item_type(plain_types(annotation), 0)
     return item if _is_section(item) else None
 
 

@@ -12,35 +12,35 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from narrowcast.config.given import COMMAND_LINE, Given, Setting
 from narrowcast.config.limits import MOST_TOLD
+from narrowcast.config.overrides import COMMAND_LINE, Overrides, Setting
 from narrowcast.config.sections import CommonSettings, Recipe, Sections
-from narrowcast.config.tree import choices_of, leaves, options_of, section_in
+from narrowcast.config.tree import leaves, literal_values, plain_types, section_in
 from narrowcast.config.wording import closest, needed, shown, written
 from narrowcast.config.yaml_text import KeyPath, parse_scalar
 
 
-def validate(given: Given, sections: Sections | None, *, shown_as: str) -> Recipe | None:
-    """Build the recipe; where that fails, add what is wrong to `given.problems` instead.
+def validate(overrides: Overrides, sections: Sections | None, *, shown_as: str) -> Recipe | None:
+    """Build the recipe; where that fails, add what is wrong to `overrides.problems` instead.
 
-    pydantic checks settings against each other only where each is fine alone. So a setting found
-    wrong is left out and the rest checked again, until nothing new is found; what concerns a
-    setting already found wrong is not said twice.
+    pydantic checks settings against each other only where each is fine alone. So a wrong setting is
+    left out and the rest checked again, until no new problem appears; a setting that is known to
+    be wrong is not reported twice.
     """
-    words = _Words(given, shown_as)
+    explainer = _Explainer(overrides, shown_as)
     wrong: set[KeyPath] = set()
     while True:
-        kept = {path: s for path, s in given.settings.items() if path not in wrong}
-        parts, errors = _attempt(kept, sections)
+        valid = {path: s for path, s in overrides.settings.items() if path not in wrong}
+        parts, errors = _attempt(valid, sections)
         if not errors:
             return None if sections is None else _whole(parts)
-        found = [problem for error in errors for problem in words.explain(error)]
-        fresh = [problem for problem in found if not problem.keys & wrong]
+        explained = [problem for error in errors for problem in explainer.explain(error)]
+        fresh = [problem for problem in explained if not problem.keys & wrong]
         if not fresh:
             return None
         # Once each: a setting of several types is refused by pydantic once a type.
         for text in dict.fromkeys(problem.text for problem in fresh):
-            given.problems.add(text)
+            overrides.problems.add(text)
         wrong.update(*(problem.keys for problem in fresh))
 
 
@@ -57,10 +57,10 @@ def _attempt(
     """Validate the common settings and the workload's sections each for itself."""
     values = _nested(settings)
     known = {"data": None, "model": None} if sections is None else sections.by_name
-    given = {name: values.pop(name, {}) for name in known}
+    own = {name: values.pop(name, {}) for name in known}
     todo: dict[str, tuple[type[BaseModel], object]] = {"": (CommonSettings, values)}
     if sections is not None:
-        todo |= {name: (kind, given[name]) for name, kind in sections.by_name.items()}
+        todo |= {name: (kind, own[name]) for name, kind in sections.by_name.items()}
     parts: dict[str, BaseModel] = {}
     errors: list[ErrorDetails] = []
     for name, (kind, value) in todo.items():
@@ -92,15 +92,15 @@ def _whole(parts: dict[str, BaseModel]) -> Recipe:
 
 
 @dataclass(frozen=True)
-class _Words:
-    """Puts pydantic's errors into words."""
+class _Explainer:
+    """Writes pydantic's errors as messages."""
 
-    given: Given
+    overrides: Overrides
     shown_as: str
 
     @cached_property
     def _fields(self) -> dict[KeyPath, FieldInfo]:
-        return dict(leaves(self.given.tree))
+        return dict(leaves(self.overrides.tree))
 
     def explain(self, error: ErrorDetails) -> Iterator[_Problem]:
         path = tuple(map(str, error["loc"]))
@@ -113,12 +113,12 @@ class _Words:
             return
         leaf = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in fields), path)
         keys = frozenset({leaf})
-        if leaf not in self.given.settings:
+        if leaf not in self.overrides.settings:
             field = fields.get(leaf)
             text = _missing(leaf, field) if error["type"] == "missing" and field else error["msg"]
             yield _Problem(keys, f"{self._where([leaf])}: {text}")
             return
-        setting = self.given.settings[leaf]
+        setting = self.overrides.settings[leaf]
         if error["type"] in ("value_error", "assertion_error"):
             text = error["msg"].partition(", ")[2]  # said by us
         elif error["type"] in _TOO_LONG and len(error["input"]) > MOST_TOLD:
@@ -132,11 +132,13 @@ class _Words:
     def _taken_back(self, involved: list[KeyPath], text: str) -> str:
         """Say what to write instead of leaving out what a file has, which may be a shipped one."""
         first, *others = involved
-        settings, field = self.given.settings, self._fields.get(first)
+        settings, field = self.overrides.settings, self._fields.get(first)
         if first not in settings or field is None or f"leave {first[-1]} out" not in text:
             return ""
-        by_words = [settings[path].origin == COMMAND_LINE for path in others if path in settings]
-        if settings[first].origin == COMMAND_LINE or not any(by_words):
+        by_command_line = [
+            settings[path].origin == COMMAND_LINE for path in others if path in settings
+        ]
+        if settings[first].origin == COMMAND_LINE or not any(by_command_line):
             return ""
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         return f" (or add '{'.'.join(first)}={default}')"
@@ -144,8 +146,10 @@ class _Words:
     def _where(self, paths: Iterable[KeyPath]) -> str:
         """Begin a message about `paths`, with the first of them that was given."""
         paths = list(paths)
-        given = [self.given.settings[path] for path in paths if path in self.given.settings]
-        return given[0].where if given else ": ".join([self.shown_as, ".".join(paths[0])])
+        settings = [
+            self.overrides.settings[path] for path in paths if path in self.overrides.settings
+        ]
+        return settings[0].where if settings else ": ".join([self.shown_as, ".".join(paths[0])])
 
 
 def _missing(path: KeyPath, field: FieldInfo) -> str:
@@ -165,7 +169,7 @@ def _too_long(error: ErrorDetails) -> str:
 def _wrong(setting: Setting, field: FieldInfo, path: KeyPath) -> str:
     """Say what a setting takes, when it was given something else."""
     text = f"needs {needed(field, setting.value)}, got {shown(setting.value)}"
-    choices = [str(choice) for choice in choices_of(field.annotation)]
+    choices = [str(choice) for choice in literal_values(field.annotation)]
     if isinstance(setting.value, str):
         if guess := closest(setting.value, choices):
             return f"{text}; did you mean {guess}?"
@@ -188,7 +192,7 @@ _TEACHES_NOTHING: tuple[object, ...] = (None, "", (), {})
 
 
 def _types(field: FieldInfo) -> list[Any]:
-    return options_of(field.annotation)
+    return plain_types(field.annotation)
 
 
 def _is_number(value: object) -> bool:
@@ -217,7 +221,7 @@ def _wrong_entry(error: ErrorDetails, field: FieldInfo, inside: Sequence[int | s
     if error["type"] == "missing":
         return f"{here} has no {name}; write {name}: {_value(there)} ({there.description})"
     text = f"{here}: {name} needs {needed(there, error['input'])}, got {shown(error['input'])}"
-    guess = closest(str(error["input"]), map(str, choices_of(there.annotation)))
+    guess = closest(str(error["input"]), map(str, literal_values(there.annotation)))
     return f"{text}; did you mean {guess}?" if guess else f"{text}; write {name}: {_value(there)}"
 
 
@@ -229,5 +233,5 @@ def _example(section: type[BaseModel]) -> str:
 
 def _value(field: FieldInfo) -> Any:
     """Return a value that a setting might have."""
-    choices = choices_of(field.annotation)
+    choices = literal_values(field.annotation)
     return (choices or field.examples or [needed(field)])[0]

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from narrowcast.config.problems import shortened
-from narrowcast.config.tree import Tree, choices_of, leaves, options_of
+from narrowcast.config.tree import Tree, leaves, literal_values, plain_types
 from narrowcast.config.yaml_text import KeyPath
 
 
@@ -65,8 +65,8 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     folded = {name.lower(): name for name in names}
     if word.lower().replace("-", "_") in folded:
         return folded[word.lower().replace("-", "_")]
-    found = difflib.get_close_matches(word, names, n=1)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(word, names, n=1)
+    return matches[0] if matches else None
 
 
 def meant(path: KeyPath, at: int, tree: Tree) -> KeyPath | None:
@@ -87,8 +87,8 @@ def meant(path: KeyPath, at: int, tree: Tree) -> KeyPath | None:
     if sibling := closest(path[at], siblings):
         return (*path[:at], sibling, *path[at + 1 :])
     if len(rest) == 1 and (like := closest(rest[0], {leaf[-1] for leaf in everywhere})):
-        found = [leaf for leaf in everywhere if leaf[-1] == like]
-        return found[0] if len(found) == 1 else None
+        result = [leaf for leaf in everywhere if leaf[-1] == like]
+        return result[0] if len(result) == 1 else None
     return None
 
 
@@ -98,10 +98,10 @@ def _needed(annotation: object, bounds: Sequence[Any]) -> str:
         options = [part for part in get_args(annotation) if part is not type(None)]
         phrases = [_needed_item(option) for option in options]
     else:
-        phrases = [_kind(*options_of(annotation))]
+        phrases = [_kind(*plain_types(annotation))]
     limits = " and ".join(filter(None, map(_limit, bounds)))
     whole = " or ".join(dict.fromkeys(phrases)) + (f" {limits}" if limits else "")
-    return f"{whole}, or none" if type(None) in options_of(annotation) else whole
+    return f"{whole}, or none" if type(None) in plain_types(annotation) else whole
 
 
 _SIMPLE = {
@@ -121,7 +121,7 @@ def _kind(option: Any) -> str:
         case None:
             return _SIMPLE.get(option, "another value")
         case origin if origin is Literal:
-            return "one of " + ", ".join(str(choice) for choice in choices_of(option))
+            return "one of " + ", ".join(str(choice) for choice in literal_values(option))
         case origin if origin is tuple and args[-1:] != (...,):
             return f"a list of {len(args)}: {_needed_item(args[0])} each"
         case origin if origin in (dict, Mapping):
@@ -133,14 +133,14 @@ def _kind(option: Any) -> str:
 def _listed_fields(model: type[BaseModel]) -> str:
     """Return the fields that must be there, or all where none must."""
     fields = model.model_fields.items()
-    told = [
+    lines = [
         f"{name} ({choices})"
-        if (choices := ", ".join(map(str, choices_of(field.annotation))))
+        if (choices := ", ".join(map(str, literal_values(field.annotation))))
         else name
         for name, field in fields
         if field.is_required()
     ]
-    return ", ".join(told or model.model_fields)
+    return ", ".join(lines or model.model_fields)
 
 
 def _needed_item(annotation: Any) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 
 VERBS = (
     "doctor", "recipes", "plan", "train", "resume", "watch", "report", "compare", "bench",
@@ -30,7 +30,7 @@ class Command:
     """A command that a workload brings to the command line."""
 
     name: str
-    place: str
+    location: str
     """A click command or group, as `module:attribute`."""
     about: str = ""
     """Its line of the help; none: what the workload says of itself."""
@@ -67,13 +67,13 @@ class Workload:
             _require_free(f"a command of workload {self.name}", command.name)
         names = [command.name for command in self.commands]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise RecipeError(f"workload {self.name} has two commands called {twice[0]}; keep one")
+            raise ConfigError(f"workload {self.name} has two commands called {twice[0]}; keep one")
         places = {field: getattr(self, field) for field in ("sections", "task", "report")}
-        places |= {f"command {command.name}": command.place for command in self.commands}
-        for part, place in places.items():
-            if (place or part != "report") and place.count(":") != 1:
-                raise RecipeError(
-                    f"{part} of workload {self.name} is {place!r}; write it as module:attribute"
+        places |= {f"command {command.name}": command.location for command in self.commands}
+        for part, position in places.items():
+            if (position or part != "report") and position.count(":") != 1:
+                raise ConfigError(
+                    f"{part} of workload {self.name} is {position!r}; write it as module:attribute"
                 )
 
     def load(self, part: str) -> Any:
@@ -82,18 +82,19 @@ class Workload:
 
     def load_command(self, name: str) -> Any:
         """Import one of its commands; refuse where a package is missing."""
-        (place,) = [command.place for command in self.commands if command.name == name]
-        return self._imported(f"command {name}", place)
+        (location,) = [command.location for command in self.commands if command.name == name]
+        return self._imported(f"command {name}", location)
 
-    def _imported(self, part: str, place: str) -> Any:
+    def _imported(self, part: str, location: str) -> Any:
         if part != "sections":
             require_modules(self.requires, of=f"workload {self.name}", install=self.install)
-        module, _, attribute = place.partition(":")
+        module, _, attribute = location.partition(":")
         try:
             return getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise UnsupportedError(
-                f"workload {self.name}: its {part} cannot be loaded from {place}: {error}; repair "
+                f"workload {self.name}: its {part} cannot be loaded from {location}: {error}; "
+                "repair "
                 f"{self.distribution}, or pip uninstall it"
             ) from error
 
@@ -106,9 +107,9 @@ class Workload:
 def _require_free(what: str, name: str) -> None:
     """Refuse a name that cannot be typed, or that the command line has a use for."""
     if not _NAME.fullmatch(name):
-        raise RecipeError(f"{what} cannot be called {name!r}; write small letters, digits, - and _")
+        raise ConfigError(f"{what} cannot be called {name!r}; write small letters, digits, - and _")
     if name in VERBS:
-        raise RecipeError(
+        raise ConfigError(
             f"{what} cannot be called {name}: `narrowcast {name}` is a command of its own; choose "
             "another name"
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 LARGEST_DOCUMENT = 100_000
 """Values a document may hold, so that aliases of aliases cannot fill the memory."""
@@ -37,7 +37,7 @@ class Document:
 
 
 @final
-class YamlError(RecipeError):
+class YamlError(ConfigError):
     """A text that is not YAML, and the line where that shows."""
 
     def __init__(self, message: str, line: int) -> None:
@@ -67,7 +67,7 @@ def parse(text: str) -> Document:
             # Naming an anchor twice is legal; the later one counts.
             warnings.simplefilter("ignore", ReusedAnchorWarning)
             root = yaml.compose(text)
-        value = None if root is None else reader.value_of(root, ())
+        value = None if root is None else reader.read_value(root, ())
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(_advice(error.problem or ""), mark.line + 1 if mark else 1) from None
@@ -133,7 +133,7 @@ class _Reader:
         self.problems: list[tuple[int, str]] = []
         self._values = 0
 
-    def value_of(self, node: Any, path: KeyPath) -> object:
+    def read_value(self, node: Any, path: KeyPath) -> object:
         """Return the value of `node`; an alias to itself ends in a RecursionError."""
         self._values += 1
         line = node.start_mark.line + 1
@@ -147,12 +147,12 @@ class _Reader:
             case "mapping":
                 return self._mapping(node, path)
             case "sequence":
-                return [self.value_of(item, path) for item in node.value]
+                return [self.read_value(item, path) for item in node.value]
             case _:
                 return self._scalar(node, tag)
 
     def _mapping(self, node: Any, path: KeyPath) -> dict[str, object]:
-        found: dict[str, object] = {}
+        results: dict[str, object] = {}
         here: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
@@ -165,8 +165,8 @@ class _Reader:
                 text = f"{dotted}: given twice, also in line {here[key]}; keep one of them"
                 self.problems.append((line, text))
             here[key] = self.lines[(*path, key)] = line
-            found[key] = self.value_of(value_node, (*path, key))
-        return found
+            results[key] = self.read_value(value_node, (*path, key))
+        return results
 
     def _scalar(self, node: Any, tag: str) -> object:
         text = str(node.value)

@@ -65,7 +65,7 @@ class AllRandomState:
 
 
 @contextmanager
-def randomness_kept(device: torch.device) -> Iterator[None]:
+def preserve_rng(device: torch.device) -> Iterator[None]:
     """Leave the generators, after the context, as they were before it."""
     before = AllRandomState.now(device)
     try:
@@ -80,7 +80,7 @@ def drawing_from(state: RandomState) -> Iterator[None]:
 
     Of Python and NumPy it draws what comes next, and that will come again.
     """
-    with randomness_kept(state.device):
+    with preserve_rng(state.device):
         state.restore()
         yield
 
@@ -109,10 +109,10 @@ def seed_everything(seed: int) -> None:
 
 def capture_randomness(device: torch.device) -> dict[str, Any]:
     """Return the state of the generators of Python, NumPy, torch and `device`."""
-    version, words, gauss = random.getstate()
+    version, terms, gauss = random.getstate()
     _, key, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(terms), "gauss": gauss},
         "numpy": {
             "key": torch.tensor(np.asarray(key, dtype=np.int64)),
             "position": int(position),

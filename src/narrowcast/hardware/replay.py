@@ -46,11 +46,11 @@ def as_if_captured() -> Iterator[None]:
     """
     theirs, before = torch.cuda.is_current_stream_capturing, getattr(_rehearsing, "on", False)
 
-    def asked() -> bool:
+    def is_capturing() -> bool:
         return getattr(_rehearsing, "on", False) or theirs()
 
     _rehearsing.on = True
-    torch.cuda.is_current_stream_capturing = asked
+    torch.cuda.is_current_stream_capturing = is_capturing
     try:
         yield
     finally:

@@ -63,14 +63,14 @@ class Speeds:
         return None if wide is None or narrow is None else math.exp(wide - narrow)
 
     def waited_for(
-        self, kind: str, *, tokens: int, inputs: int, outputs: int, running: str = "eager"
+        self, kind: str, *, tokens: int, inputs: int, outputs: int, execution: str = "eager"
     ) -> bool | None:
         """Say whether layers of a kind lose on the host more than the device saves by them.
 
         None where it is not known. A layer of which the device is busy long enough hides its host,
         and one that is captured has none.
         """
-        if running == "captured":
+        if execution == "graphed":
             return False
         shape = (tokens, inputs, outputs)
         wide, narrow = self._log_seconds("bf16", shape), self._log_seconds(kind, shape)
@@ -111,7 +111,7 @@ class Speeds:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Speeds":
         """Return what `to_json` wrote; raise a ValueError where it cannot have been measured."""
-        found = cls(
+        result = cls(
             gpu=data["gpu"],
             torch=data["torch"],
             date=data["date"],
@@ -121,52 +121,52 @@ class Speeds:
             seconds={kind: tuple(values) for kind, values in data["seconds"].items()},
             host_seconds=dict(data.get("host_seconds", {})),
         )
-        axes = (found.tokens, found.inputs, found.outputs)
+        axes = (result.tokens, result.inputs, result.outputs)
         shapes = math.prod(map(len, axes))
-        times = [value for values in found.seconds.values() for value in values]
-        times += found.host_seconds.values()
+        times = [value for values in result.seconds.values() for value in values]
+        times += result.host_seconds.values()
         if (
-            "bf16" not in found.seconds
-            or any(len(values) != shapes or not values for values in found.seconds.values())
+            "bf16" not in result.seconds
+            or any(len(values) != shapes or not values for values in result.seconds.values())
             or any(list(axis) != sorted(set(axis)) for axis in axes)
             or not all(0 < value < math.inf for value in (*times, *itertools.chain(*axes)))
         ):
             raise ValueError("a table of speeds has gaps, or times that nothing takes")
-        return found
+        return result
 
 
 def known_speeds(gpu: str) -> Speeds | None:
     """Return what was measured on this GPU here, or what comes with the package for it."""
-    kept = _kept_at(gpu)
-    if kept.exists():
+    stored = _cache_path(gpu)
+    if stored.exists():
         try:
-            return Speeds.from_json(json.loads(kept.read_text(encoding="utf-8")))
+            return Speeds.from_json(json.loads(stored.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             _log.warning(
                 "the speeds measured on this GPU cannot be read from %s and are left out; "
                 "measure them again with narrowcast doctor --measure, or delete the file",
-                kept,
+                stored,
             )
     for shipped in files(__package__).joinpath("measured").iterdir():
         if shipped.name.endswith(".json"):
-            found = Speeds.from_json(json.loads(shipped.read_text(encoding="utf-8")))
+            matched = Speeds.from_json(json.loads(shipped.read_text(encoding="utf-8")))
             # The H100 is the H200's processor with slower memory: its products gain as much.
-            if gpu == found.gpu or gpu.replace("H100", "H200").startswith(found.gpu):
-                return found
+            if gpu == matched.gpu or gpu.replace("H100", "H200").startswith(matched.gpu):
+                return matched
     return None
 
 
 def keep_speeds(speeds: Speeds) -> Path:
     """Remember a measurement for this user; return where."""
-    path = _kept_at(speeds.gpu)
+    path = _cache_path(speeds.gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}")  # a file that is half written is never found
-    beside.write_text(json.dumps(speeds.to_json(), indent=1) + "\n", encoding="utf-8")
-    beside.replace(path)
+    extra = path.with_suffix(f".{os.getpid()}")  # a file that is half written is never found
+    extra.write_text(json.dumps(speeds.to_json(), indent=1) + "\n", encoding="utf-8")
+    extra.replace(path)
     return path
 
 
-def _kept_at(gpu: str) -> Path:
+def _cache_path(gpu: str) -> Path:
     return cache_folder() / "speeds" / f"{''.join(c if c.isalnum() else '-' for c in gpu)}.json"
 
 

@@ -32,7 +32,7 @@ _TIME_LIMIT_SECONDS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class CpuTrial:
     """What came of one native product."""
 
     died: bool
@@ -40,7 +40,7 @@ class Trial:
     """Its time over that of the fp32 product; 0 where it died."""
 
 
-def try_products(formats: Sequence[str], *, store: Path | None = None) -> Mapping[str, Trial]:
+def try_products(formats: Sequence[str], *, store: Path | None = None) -> Mapping[str, CpuTrial]:
     """Run one native product a format; the answers are kept in the user's cache folder.
 
     Waits some seconds for child processes the first time.
@@ -53,17 +53,17 @@ def try_products(formats: Sequence[str], *, store: Path | None = None) -> Mappin
     return {name: (known | fresh)[name] for name in formats}
 
 
-def _try(name: str) -> Trial:
+def _try(name: str) -> CpuTrial:
     command = [sys.executable, "-c", _SCRIPT, _DTYPE_NAMES[name]]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIME_LIMIT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return Trial(died=False, slowdown=float(_TIME_LIMIT_SECONDS))
+        return CpuTrial(died=False, slowdown=float(_TIME_LIMIT_SECONDS))
     if done.returncode != 0:
-        return Trial(died=True, slowdown=0.0)
-    return Trial(died=False, slowdown=float(done.stdout.split()[-1]))
+        return CpuTrial(died=True, slowdown=0.0)
+    return CpuTrial(died=False, slowdown=float(done.stdout.split()[-1]))
 
 
 def default_store() -> Path:
@@ -87,10 +87,10 @@ def _cpu_identity() -> str:
     return "\n".join(line for line in head.splitlines() if "MHz" not in line)
 
 
-def _load(store: Path) -> dict[str, Trial]:
+def _load(store: Path) -> dict[str, CpuTrial]:
     try:
-        found = json.loads(store.read_text()).items()
-        return {name: Trial(**values) for name, values in found if _is_sound(**values)}
+        result = json.loads(store.read_text()).items()
+        return {name: CpuTrial(**values) for name, values in result if _is_sound(**values)}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}  # never tried here, or a damaged file: try again
 
@@ -101,13 +101,13 @@ def _is_sound(died: object, slowdown: object) -> bool:
     return died is True or (died is False and measured)
 
 
-def keep_trials(store: Path, trials: Mapping[str, Trial]) -> None:
+def keep_trials(store: Path, trials: Mapping[str, CpuTrial]) -> None:
     """Let later processes know what came of trials."""
     text = json.dumps({name: asdict(trial) for name, trial in trials.items()})
     try:
         store.parent.mkdir(parents=True, exist_ok=True)
-        beside = store.with_suffix(f".{os.getpid()}")
-        beside.write_text(text)
-        beside.replace(store)
+        extra = store.with_suffix(f".{os.getpid()}")
+        extra.write_text(text)
+        extra.replace(store)
     except OSError:
         return  # a read-only home: the next process tries again, nothing else is lost

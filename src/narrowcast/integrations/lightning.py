@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from narrowcast.health.watch import EVERY, Watch, watch
-from narrowcast.integrations.telling import Tell, sentence
+from narrowcast.health.monitor import EVERY, Monitor, monitor
+from narrowcast.integrations.finding_text import Tell, sentence
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.runs import FindingRecord
 
@@ -22,7 +22,7 @@ def lightning_callback(
 
     class Watching(base):  # type: ignore[misc]
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            self.watch = watch(pl_module, policy=policy, every=every)
+            self.watch = monitor(pl_module, policy=policy, every=every)
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             self._tell(self.watch.step(trainer.global_step + 1))
@@ -31,12 +31,12 @@ def lightning_callback(
             self._tell(self.watch.close())
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: Any) -> None:
-            watching: Watch | None = getattr(self, "watch", None)
+            watching: Monitor | None = getattr(self, "watch", None)
             if watching is not None:
                 self._tell(watching.close())
 
-        def _tell(self, found: list[FindingRecord]) -> None:
-            for finding in found:
+        def _tell(self, matches: list[FindingRecord]) -> None:
+            for finding in matches:
                 (tell or (lambda f: rank_zero_warn(sentence(f))))(finding)
 
     return Watching()

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from narrowcast.health.watch import EVERY, Watch, watch
-from narrowcast.integrations.telling import Tell, sentence
+from narrowcast.health.monitor import EVERY, Monitor, monitor
+from narrowcast.integrations.finding_text import Tell, sentence
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.runs import FindingRecord
 
@@ -21,22 +21,22 @@ def transformers_callback(
     base: Any = TrainerCallback  # its types are there or not, as it is installed or not
 
     class Watching(base):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **settings: Any) -> None:
             # Nobody says so when a training ends by an exception.
-            before: Watch | None = getattr(self, "watch", None)
+            before: Monitor | None = getattr(self, "watch", None)
             if before is not None:
                 before.close()
-            self.watch = watch(given["model"], policy=policy, every=every)
+            self.watch = monitor(settings["model"], policy=policy, every=every)
 
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **inputs: Any) -> None:
             self._tell(self.watch.step(state.global_step + 1))
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def on_train_end(self, args: Any, state: Any, control: Any, **overrides: Any) -> None:
             self._tell(self.watch.close())
 
-        def _tell(self, found: list[FindingRecord]) -> None:
+        def _tell(self, matches: list[FindingRecord]) -> None:
             log = logging.get_logger("transformers.narrowcast")
-            for finding in found:
+            for finding in matches:
                 (tell or (lambda f: log.warning(sentence(f))))(finding)
 
     return Watching()

@@ -36,11 +36,11 @@ _ADDED = 4
 class DriverLaunch:
     """Launches a kernel that Triton has compiled."""
 
-    def __init__(self, compiled: Any, function: int, kept: Sequence[int]) -> None:
+    def __init__(self, compiled: Any, function: int, stored: Sequence[int]) -> None:
         """Take a loaded function, and the places of its arguments among all there are."""
         self._compiled = compiled
-        self._function, self._kept = ctypes.c_void_p(function), tuple(kept)
-        self._count, self._launch = len(self._kept), _driver().cuLaunchKernelEx
+        self._function, self._arguments = ctypes.c_void_p(function), tuple(stored)
+        self._count, self._launch = len(self._arguments), _driver().cuLaunchKernelEx
         self._settings: dict[tuple[tuple[int, int, int], int], Any] = {}
         self._room = _Room(self._count)
 
@@ -52,7 +52,7 @@ class DriverLaunch:
                 return
             settings = self._set(grid, stream)
         if len(arguments) > self._count:
-            arguments = [arguments[i] for i in self._kept]
+            arguments = [arguments[i] for i in self._arguments]
         values, places = self._room.of_this_thread
         values[: self._count] = arguments
         failed = self._launch(settings, self._function, places, None)
@@ -101,14 +101,14 @@ class _Room(threading.local):
 
 def driver_launch(compiled: Any) -> DriverLaunch | None:
     """Return how to launch a kernel on the current device; None where that is Triton's to do."""
-    kept = None if _driver() is None else arguments_of(compiled)
-    if kept is None:
+    saved = None if _driver() is None else argument_indices(compiled)
+    if saved is None:
         return None
     function = _loaded(compiled)
-    return None if function is None else DriverLaunch(compiled, function, kept)
+    return None if function is None else DriverLaunch(compiled, function, saved)
 
 
-def arguments_of(compiled: Any) -> list[int] | None:
+def argument_indices(compiled: Any) -> list[int] | None:
     """Return the places of the arguments that are handed to a kernel; None of an unusual kernel.
 
     A size of one is compiled in, as constants are.
@@ -116,9 +116,9 @@ def arguments_of(compiled: Any) -> list[int] | None:
     settings = compiled.metadata._asdict()
     plain = all(settings.get(name, usual) == usual for name, usual in _USUAL.items())
     types = list(compiled.src.signature.values())
-    kept = [i for i, kind in enumerate(types) if kind != "constexpr"]
-    known = all(isinstance(types[i], str) and _is_known(types[i]) for i in kept)
-    return kept if plain and known else None
+    stored = [i for i, kind in enumerate(types) if kind != "constexpr"]
+    known = all(isinstance(types[i], str) and _is_known(types[i]) for i in stored)
+    return stored if plain and known else None
 
 
 def _is_known(kind: str) -> bool:
@@ -131,10 +131,10 @@ def _loaded(compiled: Any) -> int | None:
     from triton.compiler.compiler import max_shared_mem
     from triton.runtime import driver
 
-    told = knobs.runtime.kernel_load_start_hook, knobs.runtime.kernel_load_end_hook
+    lines = knobs.runtime.kernel_load_start_hook, knobs.runtime.kernel_load_end_hook
     device = torch._C._cuda_getDevice()
     shared = compiled.metadata.shared
-    if any(map(is_set, told)) or shared > max_shared_mem(device):
+    if any(map(is_set, lines)) or shared > max_shared_mem(device):
         return None
     _, function, _, _, threads = driver.active.utils.load_binary(
         compiled.name, compiled.kernel, shared, device

@@ -108,7 +108,7 @@ def quantize(
     rowwise: bool = True,
     columnwise: bool = True,
     activation: str = "",
-    beside: Tensor | None = None,
+    second: Tensor | None = None,
 ) -> Quantized:
     """Return a matrix in fp8, in one or both layouts.
 
@@ -118,10 +118,10 @@ def quantize(
     as bits if it is larger than what is there; to the others are added how many values were looked
     at (by a kernel, about one in seven), how many of these were beyond the format's range, and how
     many became zero that were not. What is not finite becomes NaN. With an activation the matrix is
-    quantised after it: `gelu` of x, `gelu_backward`, x times the derivative at `beside`, or
-    `gated_silu`, `gated_gelu` or `gated_gelu_tanh`, `beside` times the activation of x.
+    quantised after it: `gelu` of x, `gelu_backward`, x times the derivative at `second`, or
+    `gated_silu`, `gated_gelu` or `gated_gelu_tanh`, `second` times the activation of x.
     """
-    ops, how = torch.ops.narrowcast, (cast_stats, rowwise, columnwise, activation, beside)
+    ops, how = torch.ops.narrowcast, (cast_stats, rowwise, columnwise, activation, second)
     if not torch.compiler.is_compiling():
         in_rows, in_columns, used = _made(x, target, scale_inv, *how)
     elif scale_inv is None:
@@ -170,9 +170,9 @@ def _quantize(
     rowwise: bool,
     columnwise: bool,
     activation: str,
-    beside: Tensor | None,
+    second: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _made(x, target, None, cast_stats, rowwise, columnwise, activation, beside)
+    return _made(x, target, None, cast_stats, rowwise, columnwise, activation, second)
 
 
 def _quantize_by(
@@ -183,10 +183,10 @@ def _quantize_by(
     rowwise: bool,
     columnwise: bool,
     activation: str,
-    beside: Tensor | None,
+    second: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return what an operator may: no tensor that it was given."""
-    return _made(x, target, scale_inv, cast_stats, rowwise, columnwise, activation, beside)[:2]
+    return _made(x, target, scale_inv, cast_stats, rowwise, columnwise, activation, second)[:2]
 
 
 def _made(
@@ -197,10 +197,10 @@ def _made(
     rowwise: bool,
     columnwise: bool,
     activation: str,
-    beside: Tensor | None,
+    second: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
-    beside = None if beside is None else beside.contiguous()
+    second = None if second is None else second.contiguous()
     count, width = x.shape
     padded = count + -count % MULTIPLE
     in_rows = torch.empty((padded, width) if rowwise else 0, dtype=target, device=x.device)
@@ -212,7 +212,7 @@ def _made(
         return in_rows, in_columns, used.fill_(1) if scale_inv is None else used
     by_itself = scale_inv is None or DECIDED.first_use(scale_inv)
     work = _by_triton if not unsupported_reason(x.device) else _plainly
-    work(x, in_rows, in_columns, used, cast_stats, by_itself, LARGEST[target], activation, beside)
+    work(x, in_rows, in_columns, used, cast_stats, by_itself, LARGEST[target], activation, second)
     return in_rows, in_columns, used
 
 
@@ -225,12 +225,12 @@ def _by_triton(
     by_itself: bool,
     largest: float,
     activation: str,
-    beside: Tensor | None,
+    second: Tensor | None,
 ) -> None:
     kernels = _kernels()
     measured = None
     if by_itself:
-        measured = kernels.largest_magnitude(x, activation=activation, beside=beside)
+        measured = kernels.largest_magnitude(x, activation=activation, second=second)
         if cast_stats is not None:
             noted = cast_stats.data[:1]  # as `.data`, see below; kernels' writes are not counted
             torch.maximum(noted, measured, out=noted)
@@ -243,7 +243,7 @@ def _by_triton(
         measured=measured,
         largest=largest,
         activation=activation,
-        beside=beside,
+        second=second,
     )
 
 
@@ -262,7 +262,7 @@ def _plainly(
     by_itself: bool,
     largest: float,
     activation: str,
-    beside: Tensor | None,
+    second: Tensor | None,
 ) -> None:
     """Do as the kernels do, in a pass for each operation."""
     # As `.data`, whose writes autograd does not count: it keeps these for the backward pass, where
@@ -272,11 +272,11 @@ def _plainly(
     if activation == "gelu":
         value = F.gelu(value)
     elif activation == "gelu_backward":
-        assert beside is not None
-        value = torch.ops.aten.gelu_backward(value, beside.float())
+        assert second is not None
+        value = torch.ops.aten.gelu_backward(value, second.float())
     elif activation:
-        assert beside is not None
-        value = GATES[activation](value) * beside.float()
+        assert second is not None
+        value = GATES[activation](value) * second.float()
     amax = value.abs().amax()
     if by_itself:
         scale_inv.copy_(scale_inv_for(amax, largest))
@@ -287,13 +287,13 @@ def _plainly(
         flushed = (scaled.abs() <= _FLUSHED[largest]) & (value != 0)
         cast_stats[1] += value.numel()
         cast_stats[2:] += torch.stack((saturated.sum(), flushed.sum())).int()
-    kept = castable(value, scale_inv, largest)
+    stored = castable(value, scale_inv, largest)
     count = x.shape[0]
     if rowwise.numel():
-        rowwise[:count].copy_(kept)
+        rowwise[:count].copy_(stored)
         rowwise[count:].zero_()
     if columnwise.numel():
-        columnwise[:, :count].copy_(kept.t())
+        columnwise[:, :count].copy_(stored.t())
         columnwise[:, count:].zero_()
 
 
@@ -301,7 +301,7 @@ def _plainly(
 # declared, they would make it copy state back and forth for a maximum that may be taken twice.
 # Registered by hand, at a fifth of what torch's decorator costs the host a call.
 _library = torch.library.Library("narrowcast", "FRAGMENT")
-_HOW = "Tensor? cast_stats, bool rowwise, bool columnwise, str activation, Tensor? beside"
+_HOW = "Tensor? cast_stats, bool rowwise, bool columnwise, str activation, Tensor? second"
 _TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 _library.define(
     f"quantize_fp8(Tensor x, ScalarType target, {_HOW}) -> (Tensor, Tensor, Tensor)", tags=_TAGS
@@ -322,11 +322,11 @@ def _shapes(
     rowwise: bool,
     columnwise: bool,
     activation: str,
-    beside: Tensor | None,
+    second: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     fresh = x.new_empty(1, dtype=torch.float32)
-    given = (cast_stats, rowwise, columnwise, activation, beside)
-    return *_shapes_by(x, target, fresh, *given), fresh
+    inputs = (cast_stats, rowwise, columnwise, activation, second)
+    return *_shapes_by(x, target, fresh, *inputs), fresh
 
 
 @torch.library.register_fake("narrowcast::quantize_fp8_by")
@@ -338,7 +338,7 @@ def _shapes_by(
     rowwise: bool,
     columnwise: bool,
     activation: str,
-    beside: Tensor | None,
+    second: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     count, width = x.shape
     padded = count + -count % MULTIPLE

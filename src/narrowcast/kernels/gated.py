@@ -111,7 +111,7 @@ def _write_back(
     halves: bool = False,
 ) -> None:
     """Write the gradients of gate and value, dense or as halves of one tensor."""
-    gate, value, rows, sizes = _rows(gate, value, apart=halves)
+    gate, value, rows, sizes = _rows(gate, value, separate=halves)
     width = sizes[0]
     _launch_backward(
         (rows * -(-width // _BLOCK), 1, 1),
@@ -123,13 +123,13 @@ def _write_back(
 
 
 def _rows(
-    gate: Tensor, value: Tensor, *, apart: bool = False
+    gate: Tensor, value: Tensor, *, separate: bool = False
 ) -> tuple[Tensor, Tensor, int, tuple[int, int, int]]:
     """Return both as rows that are dense in themselves, how many, and their width and strides.
 
     One row where nothing is in between.
     """
-    if gate.is_contiguous() and value.is_contiguous() and not apart:
+    if gate.is_contiguous() and value.is_contiguous() and not separate:
         count = gate.numel()
         return gate, value, 1, (count, count, count)
     width = gate.shape[-1]
@@ -151,13 +151,13 @@ def _forward(
     BLOCK: tl.constexpr,
 ):
     program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(width, BLOCK)
-    row, place = program // blocks, program % blocks * BLOCK + tl.arange(0, BLOCK)
-    here = place < width
-    a = tl.load(gate + row * gate_row + place, mask=here, other=0.0).to(tl.float32)
-    b = tl.load(value + row * value_row + place, mask=here, other=0.0).to(tl.float32)
+    row, location = program // blocks, program % blocks * BLOCK + tl.arange(0, BLOCK)
+    here = location < width
+    a = tl.load(gate + row * gate_row + location, mask=here, other=0.0).to(tl.float32)
+    b = tl.load(value + row * value_row + location, mask=here, other=0.0).to(tl.float32)
     share, _ = share_and_slope(a, ACTIVATION, BY_BITS)
     product = a * share * b
-    tl.store(out + row * width + place, product.to(out.dtype.element_ty), mask=here)
+    tl.store(out + row * width + location, product.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -176,13 +176,13 @@ def _backward(
     BLOCK: tl.constexpr,
 ):
     program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(width, BLOCK)
-    row, place = program // blocks, program % blocks * BLOCK + tl.arange(0, BLOCK)
-    here = place < width
-    down = tl.load(grad + row * width + place, mask=here, other=0.0).to(tl.float32)
-    a = tl.load(gate + row * gate_row + place, mask=here, other=0.0).to(tl.float32)
-    b = tl.load(value + row * value_row + place, mask=here, other=0.0).to(tl.float32)
+    row, position = program // blocks, program % blocks * BLOCK + tl.arange(0, BLOCK)
+    here = position < width
+    down = tl.load(grad + row * width + position, mask=here, other=0.0).to(tl.float32)
+    a = tl.load(gate + row * gate_row + position, mask=here, other=0.0).to(tl.float32)
+    b = tl.load(value + row * value_row + position, mask=here, other=0.0).to(tl.float32)
     share, slope = share_and_slope(a, ACTIVATION, BY_BITS)
-    at = row * grad_row + place
+    at = row * grad_row + position
     tl.store(grad_gate + at, (down * b * slope).to(grad_gate.dtype.element_ty), mask=here)
     tl.store(grad_value + at, (down * a * share).to(grad_value.dtype.element_ty), mask=here)
 

@@ -51,21 +51,21 @@ def _gelu_back(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _forward(x, out, count, BY_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
+    location = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + location, mask=location < count, other=0.0).to(tl.float32)
     share, _ = share_and_gauss(value, BY_BITS)
-    tl.store(out + place, (value * share).to(out.dtype.element_ty), mask=place < count)
+    tl.store(out + location, (value * share).to(out.dtype.element_ty), mask=location < count)
 
 
 @triton.jit
 def _backward(grad, x, grad_x, out, count, BY_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
-    down = tl.load(grad + place, mask=place < count, other=0.0).to(tl.float32)
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + position, mask=position < count, other=0.0).to(tl.float32)
+    down = tl.load(grad + position, mask=position < count, other=0.0).to(tl.float32)
     share, gauss = share_and_gauss(value, BY_BITS)
     slope = share + value * gauss * 0.3989422804014327
-    tl.store(grad_x + place, (down * slope).to(out.dtype.element_ty), mask=place < count)
-    tl.store(out + place, (value * share).to(out.dtype.element_ty), mask=place < count)
+    tl.store(grad_x + position, (down * slope).to(out.dtype.element_ty), mask=position < count)
+    tl.store(out + position, (value * share).to(out.dtype.element_ty), mask=position < count)
 
 
 _launch_forward, _launch_backward = Launcher(_forward), Launcher(_backward)

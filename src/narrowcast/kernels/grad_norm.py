@@ -19,7 +19,7 @@ from narrowcast.kernels.launch import Launcher, is_capturing
 from narrowcast.kernels.tables import (
     ALIGNMENT,
     HostTable,
-    Places,
+    TensorAddresses,
     chunk_table,
     is_dense,
     upload,
@@ -43,9 +43,9 @@ class NormKernel:
         self._device, self._chunk, self._warps = device, chunk, warps
         self._known: dict[tuple[_Make, ...], _Tables] = {}
         self._captured: list[_Tables] = []
-        self._found: tuple[list[int], list[torch.dtype], list[bool]] = [], [], []
+        self._partial: tuple[list[int], list[torch.dtype], list[bool]] = [], [], []
         self._last: _Tables | None = None
-        self.places: Places | None = None
+        self.places: TensorAddresses | None = None
         """Where the gradients of the last call are, until whoever asked has used it."""
 
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -61,7 +61,7 @@ class NormKernel:
             self._captured.append(tables)
         tables.addresses.write(addresses)
         table, partial = tables.addresses.tensor, tables.partial
-        self.places = Places(dense, addresses, dtypes, table)
+        self.places = TensorAddresses(dense, addresses, dtypes, table)
         for chunks, first, constants in tables.launches:
             grid = len(chunks), 1, 1
             _launch_sums(grid, (chunks, table, partial), (first,), constants, num_warps=self._warps)
@@ -75,15 +75,15 @@ class NormKernel:
     ) -> "_Tables":
         # As `is_aligned`, of addresses and sizes that are at hand.
         aligned = [not (a | n) % ALIGNMENT for a, n in zip(addresses, sizes, strict=True)]
-        found = sizes, dtypes, aligned
-        if found == self._found and self._last is not None:
+        matches = sizes, dtypes, aligned
+        if matches == self._partial and self._last is not None:
             return self._last
         makes = tuple(zip(sizes, dtypes, aligned, strict=True))
         if makes not in self._known:
             if len(self._known) == SETS:
                 del self._known[next(iter(self._known))]
             self._known[makes] = self._cut(makes)
-        self._found, self._last = found, self._known[makes]
+        self._partial, self._last = matches, self._known[makes]
         return self._last
 
     def has_replayed(self) -> None:

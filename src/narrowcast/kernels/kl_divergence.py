@@ -96,7 +96,7 @@ def _rows_kernel(
     lanes = tl.arange(0, BLOCK)
     made_top, known_top = float("-inf"), float("-inf")
     made_sum, known_sum = 0.0, 0.0
-    apart = 0.0  # the differences, weighed by the target's exponentials
+    separate = 0.0  # the differences, weighed by the target's exponentials
     for first in range(0, COLUMNS, BLOCK):
         at = first + lanes
         inside = at < COLUMNS
@@ -109,11 +109,11 @@ def _rows_kernel(
         shrunk, weights = tl.exp(known_top - higher), tl.exp(known - higher)
         known_sum = known_sum * shrunk + tl.sum(weights, 0)
         further = tl.where(inside, known, 0.0) - tl.where(inside, made, 0.0)
-        apart = apart * shrunk + tl.sum(weights * further, 0)
+        separate = separate * shrunk + tl.sum(weights * further, 0)
         known_top = higher
     made_log, known_log = tl.log(made_sum), tl.log(known_sum)
     # Differences first: what two like distributions have in common cancels exactly.
-    tl.store(losses + row, apart / known_sum - (known_top - made_top) - (known_log - made_log))
+    tl.store(losses + row, separate / known_sum - (known_top - made_top) - (known_log - made_log))
     tl.store(made_wholes + row, made_top + made_log)
     tl.store(known_wholes + row, known_top + known_log)
 

@@ -99,8 +99,8 @@ class Launcher:
         self._kernel = kernel
         self._views = views or {}
         self._interpreted = interpreted()  # as the kernel is, since it was defined
-        self._by_sizes: dict[Any, _Launch] = {}
-        self._compiled: dict[Any, _Launch] = {}
+        self._by_sizes: dict[Any, _KernelLaunch] = {}
+        self._compiled: dict[Any, _KernelLaunch] = {}
 
     def __call__(
         self,
@@ -117,7 +117,7 @@ class Launcher:
             return
         device = tensors[0].get_device()
         if device != torch._C._cuda_getDevice():
-            _refuse_others(device, tensors)
+            _check_devices(device, tensors)
             with torch.cuda.device(device):
                 self(grid, tensors, sizes, constants, **options)
             return
@@ -127,14 +127,14 @@ class Launcher:
             bits |= address
         aligned: bool | tuple[bool, ...] = bits % _ALIGNED == 0
         if not aligned or not all(addresses):
-            _refuse_others(device, tensors)
+            _check_devices(device, tensors)
             self._viewed(tensors)  # which no address will do for
             aligned = tuple([each % _ALIGNED == 0 for each in addresses])
         dtypes = tuple([each.dtype for each in tensors])
         key = device, constants, sizes, dtypes, aligned, *options.items()
         known = self._by_sizes.get(key)
         if known is None:
-            _refuse_others(device, tensors)
+            _check_devices(device, tensors)
             known = self._for_new_sizes(key, grid, tensors, sizes, constants, options)
         if known is not None:
             known(grid, addresses, sizes, constants)
@@ -147,7 +147,7 @@ class Launcher:
         sizes: tuple[int, ...],
         constants: tuple[Any, ...],
         options: dict[str, int],
-    ) -> "_Launch | None":
+    ) -> "_KernelLaunch | None":
         """Return how to launch it for new sizes; None where Triton was asked, and has done so."""
         alike = key[0], constants, *options.items(), *specialised(tensors, sizes)
         known = self._compiled.get(alike)
@@ -158,12 +158,12 @@ class Launcher:
             return known
         from triton.compiler import CompiledKernel
 
-        given = *self._viewed(tensors), *sizes, *constants
-        found = self._kernel.run(*given, grid=grid, warmup=True, **options)  # compiles it
-        if isinstance(found, CompiledKernel):
-            launch = self._compiled[alike] = self._by_sizes[key] = _Launch(found)
+        inputs = *self._viewed(tensors), *sizes, *constants
+        result = self._kernel.run(*inputs, grid=grid, warmup=True, **options)  # compiles it
+        if isinstance(result, CompiledKernel):
+            launch = self._compiled[alike] = self._by_sizes[key] = _KernelLaunch(result)
             return launch
-        self._kernel[grid](*given, **options)  # a hook of Triton's has it in hand
+        self._kernel[grid](*inputs, **options)  # a hook of Triton's has it in hand
         return None
 
     def _viewed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -180,7 +180,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @final
-class _Launch:
+class _KernelLaunch:
     """Launches what Triton has compiled: by CUDA's own call, or Triton's where that will not do."""
 
     def __init__(self, compiled: Any) -> None:
@@ -198,14 +198,14 @@ class _Launch:
     ) -> None:
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         hooks = self._hooks
-        told = is_set(hooks.launch_enter_hook) or is_set(hooks.launch_exit_hook)
-        if told or self._direct is None:  # a profiler, say
+        message = is_set(hooks.launch_enter_hook) or is_set(hooks.launch_exit_hook)
+        if message or self._direct is None:  # a profiler, say
             self._compiled[grid](*addresses, *sizes, *constants, stream=stream)
             return
         self._direct(grid, stream, [*addresses, *sizes])
 
 
-def _refuse_others(device: int, tensors: tuple[Tensor, ...]) -> None:
+def _check_devices(device: int, tensors: tuple[Tensor, ...]) -> None:
     """Refuse tensors that are elsewhere, or nowhere: a kernel would read what is not there."""
     for each in tensors:
         if device < 0 or each.get_device() != device or (each.numel() and not each.data_ptr()):

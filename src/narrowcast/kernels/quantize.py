@@ -51,7 +51,7 @@ def quantize_into(
     measured: Tensor | None,
     largest: float,
     activation: str,
-    beside: Tensor | None,
+    second: Tensor | None,
 ) -> None:
     """Write `x` in fp8 into `rowwise` and, transposed, into `columnwise`; an empty one is left out.
 
@@ -70,7 +70,7 @@ def quantize_into(
         (-(-width // tile_columns), -(-padded // tile_rows), 1),
         (
             x,
-            x if beside is None else beside,
+            x if second is None else second,
             rowwise if in_rows else x,
             columnwise if in_columns else x,
             scale_inv,
@@ -96,13 +96,13 @@ def quantize_into(
     )
 
 
-def largest_magnitude(x: Tensor, *, activation: str = "", beside: Tensor | None = None) -> Tensor:
+def largest_magnitude(x: Tensor, *, activation: str = "", second: Tensor | None = None) -> Tensor:
     """Return the bits of the largest magnitude as one int32; a NaN counts as larger than all."""
     seen = torch.zeros(1, dtype=torch.int32, device=x.device)
     if x.numel():
         _launch_largest(
             (-(-x.numel() // _BLOCK), 1, 1),
-            (x, x if beside is None else beside, seen),
+            (x, x if second is None else second, seen),
             (x.numel(),),
             (activation, _BY_BITS, _BLOCK),
             num_warps=8,
@@ -112,13 +112,13 @@ def largest_magnitude(x: Tensor, *, activation: str = "", beside: Tensor | None 
 
 @triton.jit
 def _largest_magnitude(
-    x, beside, seen, count, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr, BLOCK: tl.constexpr
+    x, second, seen, count, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
+    location = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + location, mask=location < count, other=0.0).to(tl.float32)
     other = value
     if ACTIVATION != "" and ACTIVATION != "gelu":
-        other = tl.load(beside + place, mask=place < count, other=0.0).to(tl.float32)
+        other = tl.load(second + location, mask=location < count, other=0.0).to(tl.float32)
     value = activated(value, other, ACTIVATION, BY_BITS)
     tl.atomic_max(seen, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
 
@@ -157,8 +157,8 @@ def _fp8_bits(x, E5M2: tl.constexpr):
 @triton.jit
 def _scaled(
     x,
-    beside,
-    place,
+    second,
+    position,
     inside,
     scale,
     LARGEST: tl.constexpr,
@@ -166,10 +166,10 @@ def _scaled(
     BY_BITS: tl.constexpr,
 ):
     """Some elements, scaled and ready to be cast, and their magnitudes before that"""
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + position, mask=inside, other=0.0).to(tl.float32)
     other = value
     if ACTIVATION != "" and ACTIVATION != "gelu":
-        other = tl.load(beside + place, mask=inside, other=0.0).to(tl.float32)
+        other = tl.load(second + position, mask=inside, other=0.0).to(tl.float32)
     value = activated(value, other, ACTIVATION, BY_BITS)
     return _castable(value, scale, LARGEST, BY_BITS), tl.abs(value)
 
@@ -179,8 +179,8 @@ def _castable(value, scale, LARGEST: tl.constexpr, BY_BITS: tl.constexpr):
     """Values scaled; saturated, where the cast does not do so; NaN where they are not finite"""
     # Saturating must not hide what is not finite.
     if BY_BITS:
-        kept = tl.minimum(tl.maximum(value * scale, -LARGEST), LARGEST)
-        return tl.where(tl.abs(value) < float("inf"), kept, float("nan"))
+        saved = tl.minimum(tl.maximum(value * scale, -LARGEST), LARGEST)
+        return tl.where(tl.abs(value) < float("inf"), saved, float("nan"))
     else:
         return value * scale + value * 0.0  # zero times what is not finite is NaN
 
@@ -233,7 +233,7 @@ def _store_columns(out, word, four, column, width, padded):
 @triton.jit
 def _count(
     x,
-    beside,
+    second,
     cast_stats,
     at,
     row,
@@ -260,7 +260,7 @@ def _count(
         value = tl.load(x + at + k * width, mask=here, other=0.0).to(tl.float32)
         other = value
         if ACTIVATION != "" and ACTIVATION != "gelu":
-            other = tl.load(beside + at + k * width, mask=here, other=0.0).to(tl.float32)
+            other = tl.load(second + at + k * width, mask=here, other=0.0).to(tl.float32)
         value = activated(value, other, ACTIVATION, BY_BITS)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         lost += ((bits > high) & (bits < 0x7F800000)).to(tl.int32) << 16
@@ -278,7 +278,7 @@ def _count(
 @triton.jit
 def _quantize_tile(
     x,
-    beside,
+    second,
     out_rows,
     out_columns,
     scale_inv,
@@ -314,15 +314,15 @@ def _quantize_tile(
     row = four * 4
     at = row[:, None] * width + column[None, :]
     here = (row < count)[:, None] & within
-    a, largest = _scaled(x, beside, at, here, scale, LARGEST, ACTIVATION, BY_BITS)
+    a, largest = _scaled(x, second, at, here, scale, LARGEST, ACTIVATION, BY_BITS)
     here = (row + 1 < count)[:, None] & within
-    b, size = _scaled(x, beside, at + width, here, scale, LARGEST, ACTIVATION, BY_BITS)
+    b, size = _scaled(x, second, at + width, here, scale, LARGEST, ACTIVATION, BY_BITS)
     largest = _larger(largest, size)
     here = (row + 2 < count)[:, None] & within
-    c, size = _scaled(x, beside, at + 2 * width, here, scale, LARGEST, ACTIVATION, BY_BITS)
+    c, size = _scaled(x, second, at + 2 * width, here, scale, LARGEST, ACTIVATION, BY_BITS)
     largest = _larger(largest, size)
     here = (row + 3 < count)[:, None] & within
-    d, size = _scaled(x, beside, at + 3 * width, here, scale, LARGEST, ACTIVATION, BY_BITS)
+    d, size = _scaled(x, second, at + 3 * width, here, scale, LARGEST, ACTIVATION, BY_BITS)
     largest = _larger(largest, size)
     word = _word(a, b, c, d, E5M2, BY_BITS)
     if ROWS:
@@ -335,7 +335,7 @@ def _quantize_tile(
     # On diagonals, so that every row and every column of tiles has its share.
     if COUNT and (tl.program_id(0) + tl.program_id(1)) % _COUNTED == 0:
         _count(
-            x, beside, cast_stats, at, row, count, width, within, inv, LARGEST, ACTIVATION, BY_BITS
+            x, second, cast_stats, at, row, count, width, within, inv, LARGEST, ACTIVATION, BY_BITS
         )
 
 

@@ -242,9 +242,9 @@ def _turn(
         head = (chunk - of_queries - of_keys) * HEADS + tl.arange(0, HEADS)
         start = batch * value_batch + position * value_position
         at, to = _at(start, head, value_head), _at(token * to_value_token, head, width)
-        place = tl.arange(0, WIDTH)[None, None, :]
-        inside = known[:, None, None] & (head < values)[None, :, None] & (place < width)
-        tl.store(to_value + to + place, tl.load(value + at + place, mask=inside), mask=inside)
+        location = tl.arange(0, WIDTH)[None, None, :]
+        inside = known[:, None, None] & (head < values)[None, :, None] & (location < width)
+        tl.store(to_value + to + location, tl.load(value + at + location, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -272,12 +272,12 @@ def _turn_some(
     WIDTH: tl.constexpr,
 ):
     if HALVES:
-        half, place = width // 2, tl.arange(0, WIDTH // 2)[None, None, :]
-        here = here & (place < half)
-        angle = angle[:, None, None] + place
-        seen = known[:, None, None] & (place < half)
-        first = tl.load(source + at + place, mask=here, other=0.0)
-        second = tl.load(source + at + half + place, mask=here, other=0.0)
+        half, location = width // 2, tl.arange(0, WIDTH // 2)[None, None, :]
+        here = here & (location < half)
+        angle = angle[:, None, None] + location
+        seen = known[:, None, None] & (location < half)
+        first = tl.load(source + at + location, mask=here, other=0.0)
+        second = tl.load(source + at + half + location, mask=here, other=0.0)
         cosines = tl.load(cosine + angle, mask=seen, other=0.0).to(tl.float32)
         further = tl.load(cosine + angle + half, mask=seen, other=0.0).to(tl.float32)
         sines = tl.load(sine + angle, mask=seen, other=0.0).to(tl.float32)
@@ -287,16 +287,16 @@ def _turn_some(
             a, b = x * cosines - y * sines, y * further + x * beyond
         else:
             a, b = x * cosines + y * beyond, y * further - x * sines
-        tl.store(target + to + place, a.to(first.dtype), mask=here)
-        tl.store(target + to + half + place, b.to(first.dtype), mask=here)
+        tl.store(target + to + location, a.to(first.dtype), mask=here)
+        tl.store(target + to + half + location, b.to(first.dtype), mask=here)
     else:
-        place = tl.arange(0, WIDTH)
-        here = here & (place < width)[None, None, :]
-        seen = known[:, None] & (place < width)[None, :]
-        angles = tl.load(cosine + angle[:, None] + place[None, :], mask=seen, other=0.0)
-        x = tl.load(source + at + place[None, None, :], mask=here, other=0.0)
+        location = tl.arange(0, WIDTH)
+        here = here & (location < width)[None, None, :]
+        seen = known[:, None] & (location < width)[None, :]
+        angles = tl.load(cosine + angle[:, None] + location[None, :], mask=seen, other=0.0)
+        x = tl.load(source + at + location[None, None, :], mask=here, other=0.0)
         turned = _turned(x, angles, SIGN, TOKENS, HEADS, WIDTH)
-        tl.store(target + to + place[None, None, :], turned, mask=here)
+        tl.store(target + to + location[None, None, :], turned, mask=here)
 
 
 @triton.jit

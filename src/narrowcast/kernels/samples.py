@@ -90,14 +90,14 @@ def _copy(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     # A small tensor as often as it fits; then random offsets.
-    place = at.to(tl.int64)
+    location = at.to(tl.int64)
     copied = width // count * count
-    rest = place - copied
+    rest = location - copied
     drawn = inside & (rest >= 0)
     offset = tl.load(single + rest, mask=drawn & (run == 1), other=0)
     offset += tl.load(runs + rest // run, mask=drawn & (run > 1), other=0)
     begin = (offset * (count // alignment) >> 31) * alignment
-    place = tl.where(drawn, begin + rest % run, place) % count
+    location = tl.where(drawn, begin + rest % run, location) % count
     pointer = address.to(tl.pointer_type(TYPE))
-    x = tl.load(pointer + place, mask=inside & (address != 0), other=0.0)
+    x = tl.load(pointer + location, mask=inside & (address != 0), other=0.0)
     tl.store(into + row * width + at, x.to(tl.float32), mask=inside)

@@ -42,7 +42,7 @@ def upload(table: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Places:
+class TensorAddresses:
     """Where tensors are and what: looked up once for all launches of a step that walk over them."""
 
     tensors: Sequence[Tensor]
@@ -51,7 +51,7 @@ class Places:
     table: Tensor | None = None
     """The addresses on the device, in what a captured step writes anew whenever it is replayed."""
 
-    def are_of(self, tensors: Sequence[Tensor]) -> bool:
+    def matches(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether these are the very same."""
         return are_same(tensors, self.tensors)
 
@@ -62,7 +62,7 @@ class HostTable:
     def __init__(self, length: int, device: torch.device, *, dtype: torch.dtype) -> None:
         self.tensor = torch.zeros(length, dtype=dtype, device=device)
         self._written: list[float] = [0] * length
-        self._kept: list[tuple[list[float], Tensor]] = []
+        self._stored: list[tuple[list[float], Tensor]] = []
         # Two graphs are captured of a step, and a gradient that has to be copied lies elsewhere in
         # each: they must not read one another's addresses.
         self._spares = [self._pinned(), self._pinned()]
@@ -84,7 +84,7 @@ class HostTable:
         self._written = list(numbers)
         host = self._as_tensor(numbers)
         if capturing:
-            host = self.kept_for_replays(numbers)
+            host = self.stored_for_replays(numbers)
         elif self.tensor.is_cuda:
             # torch gives pinned memory to nobody else before the copy from it is done.
             host = host.pin_memory()
@@ -99,21 +99,21 @@ class HostTable:
         """Have memory to spare for a capture: none can be asked for while it lasts."""
         self._spares += [self._pinned() for _ in range(2 - len(self._spares))]
 
-    def kept_for_replays(self, numbers: Sequence[float]) -> Tensor:
+    def stored_for_replays(self, numbers: Sequence[float]) -> Tensor:
         """Return memory that holds these whenever a graph reads it; none is asked for here.
 
         With all of it taken since there was last made room, that of the graph before the last is
         written over: it has been captured anew.
         """
-        for written, host in self._kept:
+        for written, host in self._stored:
             if written == list(numbers):
                 return host
         if self._spares:
             host = self._spares.pop(0)
         else:
-            host = self._kept.pop(max(0, len(self._kept) - 2))[1]
+            host = self._stored.pop(max(0, len(self._stored) - 2))[1]
         host.copy_(self._as_tensor(numbers))
-        self._kept.append((list(numbers), host))
+        self._stored.append((list(numbers), host))
         return host
 
     def _as_tensor(self, numbers: Sequence[float]) -> Tensor:
@@ -126,9 +126,9 @@ class HostTable:
         )
 
 
-def are_same(found: Sequence[object], others: Sequence[object]) -> bool:
+def are_same(matches: Sequence[object], others: Sequence[object]) -> bool:
     """Say whether these are the very same objects; tensors have another meaning of "equal"."""
-    return len(found) == len(others) and all(map(is_, found, others))
+    return len(matches) == len(others) and all(map(is_, matches, others))
 
 
 def is_aligned(*tensors: Tensor) -> bool:

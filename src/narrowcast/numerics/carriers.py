@@ -53,7 +53,7 @@ class Carrier:
         """Give the largest power of two the carrier holds."""
         return float(2.0 ** (2 ** (self.exponent_bits - 1) - 1))
 
-    def bits_of(self, value: float) -> int:
+    def to_bits(self, value: float) -> int:
         """Return the bits of a positive number that is normal and exact in the carrier."""
         fraction, exponent = math.frexp(value)
         biased = exponent + (1 << (self.exponent_bits - 1)) - 2
@@ -76,7 +76,7 @@ _WIDTHS = {
 }
 
 
-def carrier_of(x: Tensor) -> Carrier:
+def get_carrier(x: Tensor) -> Carrier:
     """Return what to compute in for `x`: its own precision, and never less than fp32."""
     if x.dtype not in _WIDTHS:
         raise UnsupportedError(
@@ -85,7 +85,7 @@ def carrier_of(x: Tensor) -> Carrier:
     return DOUBLE if x.dtype == torch.float64 else SINGLE
 
 
-def holds_all_of(target: Format, dtype: torch.dtype) -> bool:
+def represents_all(target: Format, dtype: torch.dtype) -> bool:
     """Say whether every value of `dtype` is already a value of `target`."""
     exponent_bits, mantissa_bits = _WIDTHS[dtype]
     return target.exponent_bits >= exponent_bits and target.mantissa_bits >= mantissa_bits
@@ -98,8 +98,8 @@ def largest_shared(target: Format, dtype: torch.dtype) -> float:
     """
     _, mantissa_bits = _WIDTHS[dtype]
     fraction, exponent = math.frexp(min(target.largest, torch.finfo(dtype).max))
-    kept = 2.0 ** (1 + min(mantissa_bits, target.mantissa_bits))
-    return math.ldexp(math.floor(fraction * kept) / kept, exponent)
+    stored = 2.0 ** (1 + min(mantissa_bits, target.mantissa_bits))
+    return math.ldexp(math.floor(fraction * stored) / stored, exponent)
 
 
 def goes_in_pieces(x: Tensor) -> bool:
@@ -151,7 +151,7 @@ def in_row_pieces(
 
 
 def _apply_to(source: Tensor, result: Tensor, scratch: Tensor, apply: Apply) -> None:
-    float_dtype = carrier_of(source).float_dtype
+    float_dtype = get_carrier(source).float_dtype
     wide = source.to(float_dtype)
     if result.dtype == float_dtype:
         apply(wide, result, scratch)

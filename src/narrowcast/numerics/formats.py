@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ def format_named(name: str) -> Format | BlockFormat:
         return FORMATS[name]
     close = difflib.get_close_matches(name.lower(), FORMATS, n=1)
     hint = f"did you mean {close[0]}" if close else f"write one of {', '.join(FORMATS)}"
-    raise RecipeError(f"{name}: no such format; {hint}")
+    raise ConfigError(f"{name}: no such format; {hint}")
 
 
 def plain_format(name: str) -> Format:

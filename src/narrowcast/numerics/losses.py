@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowcast.numerics.carriers import CHUNK, carrier_of, goes_in_pieces
+from narrowcast.numerics.carriers import CHUNK, get_carrier, goes_in_pieces
 from narrowcast.numerics.formats import Format
 
 
@@ -53,7 +53,7 @@ def cast_counts(x: Tensor, target: Format) -> Tensor:
 
 
 def _counts(x: Tensor, target: Format) -> Tensor:
-    magnitude = x.to(carrier_of(x).float_dtype).abs()
+    magnitude = x.to(get_carrier(x).float_dtype).abs()
     # NaN is neither below nor above anything, so each count is of what lies below a bound.
     finite = _count(torch.le, magnitude, torch.finfo(magnitude.dtype).max)
     carried = finite

@@ -52,8 +52,8 @@ def by_adding(
     at no cost: only the powers move between which the grid coarsens. What is scaled must fit, and a
     zero loses its sign.
     """
-    lowest = carrier.bits_of(target.smallest_normal / (scale or 1.0))
-    highest = carrier.bits_of(target.largest_power / (scale or 1.0))
+    lowest = carrier.to_bits(target.smallest_normal / (scale or 1.0))
+    highest = carrier.to_bits(target.largest_power / (scale or 1.0))
     # In the sum, the last bit weighs what the last mantissa bit of `target` weighs at that power;
     # the 1.5 keeps it so for negative numbers.
     factor = 1.5 * 2.0 ** (carrier.mantissa_bits - target.mantissa_bits)
@@ -79,8 +79,8 @@ def by_steps(target: Format, carrier: Carrier, *, limit: float | None) -> Apply:
     One pass less than `by_adding`, but it divides: exact as divisions go, which a compiler may
     replace by an approximation. The scratch has the carrier's integers.
     """
-    lowest = carrier.bits_of(target.smallest_normal)
-    highest = carrier.bits_of(target.largest_power)
+    lowest = carrier.to_bits(target.smallest_normal)
+    highest = carrier.to_bits(target.largest_power)
 
     def apply(source: Tensor, result: Tensor, scratch: Tensor) -> None:
         torch.bitwise_and(source.view(carrier.int_dtype), carrier.exponent_mask, out=scratch)
@@ -116,8 +116,8 @@ def by_chance(
 
     The scratch has the carrier's integers.
     """
-    lowest = carrier.bits_of(target.smallest_normal)
-    highest = carrier.bits_of(target.largest_power)
+    lowest = carrier.to_bits(target.smallest_normal)
+    highest = carrier.to_bits(target.largest_power)
 
     def apply(source: Tensor, result: Tensor, scratch: Tensor) -> None:
         torch.bitwise_and(source.view(carrier.int_dtype), carrier.exponent_mask, out=scratch)

@@ -14,17 +14,17 @@ _NAN = 0x7FC00000
 """The bits of a NaN whose low half is zero."""
 
 
-def join_fp32(weight: Tensor, beside: Tensor | None, *, kind: str) -> Tensor:
+def join_fp32(weight: Tensor, residual: Tensor | None, *, kind: str) -> Tensor:
     """Return the fp32 number that a weight and what a kind of master keeps beside it make."""
-    if beside is None:
+    if residual is None:
         return weight.float()
     match kind:
         case "fp32":
-            return fitting_master(weight, beside)
+            return fitting_master(weight, residual)
         case "split":
-            return join(weight, beside)
+            return join(weight, residual)
         case _:
-            return weight.float() + fitting_compensation(weight, beside).float()
+            return weight.float() + fitting_compensation(weight, residual).float()
 
 
 def nearest(full: Tensor, dtype: torch.dtype) -> Tensor:

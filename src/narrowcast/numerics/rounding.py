@@ -15,12 +15,12 @@ from narrowcast.numerics.carriers import (
     SINGLE,
     Apply,
     Carrier,
-    carrier_of,
+    get_carrier,
     goes_in_pieces,
-    holds_all_of,
     in_pieces,
     in_row_pieces,
     largest_shared,
+    represents_all,
 )
 from narrowcast.numerics.formats import BF16, E4M3, FP16, BlockFormat, Format
 from narrowcast.numerics.methods import (
@@ -40,8 +40,8 @@ def round_to(x: Tensor, target: Format, *, saturate: bool = False) -> Tensor:
     e2m1, the largest value, for infinities too. NaN stays NaN. No gradient flows. As with
     `Tensor.to`, the result shares memory with `x` where nothing needs rounding.
     """
-    carrier, limit = carrier_of(x), _limit(x, target, saturate=saturate)
-    if holds_all_of(target, x.dtype):
+    carrier, limit = get_carrier(x), _limit(x, target, saturate=saturate)
+    if represents_all(target, x.dtype):
         return x.detach() if limit is None else x.detach().clamp(-limit, limit)
     if target.dtype is not None and carrier is SINGLE and _casts_faster(x, target):
         if limit is None and target.has_infinity and not goes_in_pieces(x):
@@ -62,8 +62,8 @@ def round_stochastic(
     Values of `target` never move. The chance of going up is exact for everything but subnormals,
     and there within 2**-24, the grain of an fp32 random number (2**-53 for fp64 tensors).
     """
-    carrier, limit = carrier_of(x), _limit(x, target, saturate=saturate)
-    if holds_all_of(target, x.dtype):
+    carrier, limit = get_carrier(x), _limit(x, target, saturate=saturate)
+    if represents_all(target, x.dtype):
         return x.detach() if limit is None else x.detach().clamp(-limit, limit)
     if carrier.exponent_bits > target.exponent_bits:
         method = by_chance(target, carrier, limit=limit, generator=generator)
@@ -82,7 +82,7 @@ def cast(x: Tensor, target: Format, *, saturate: bool) -> Tensor:
         raise UnsupportedError(
             f"torch has no dtype for a single {target.name} value; use round_to, which keeps dtypes"
         )
-    carrier = carrier_of(x)
+    carrier = get_carrier(x)
     # torch casts fp64 by way of fp32 and so would round twice; tf32 has no cast at all.
     if carrier is not SINGLE or target.dtype == torch.float32:
         wide = x.to(carrier.float_dtype)
@@ -106,7 +106,7 @@ def round_blocks(x: Tensor, target: BlockFormat, *, saturate: bool = True) -> Te
     scales the scale is the OCP specification's, which lets values of up to 1.14 times the largest
     overflow; `saturate` says whether they become the largest, or NaN.
     """
-    blocks = in_blocks(x.detach().to(carrier_of(x).float_dtype), target.block)
+    blocks = in_blocks(x.detach().to(get_carrier(x).float_dtype), target.block)
     rounded = in_row_pieces(
         blocks,
         _block_scales(blocks, target),
@@ -149,7 +149,7 @@ def _block_scales(blocks: Tensor, target: BlockFormat) -> Tensor:
     finite = amax.isfinite()
     match target.scale_format:
         case "e8m0":
-            carrier = carrier_of(blocks)
+            carrier = get_carrier(blocks)
             power = amax.view(carrier.int_dtype).bitwise_and(carrier.exponent_mask)
             scale = power.view(carrier.float_dtype) / target.element.largest_power
             # e8m0 holds the powers of two from -127 to 127, and no zero.

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.numerics.carriers import Carrier, carrier_of, holds_all_of, in_pieces, in_row_pieces
+from narrowcast.numerics.carriers import (
+    Carrier,
+    get_carrier,
+    in_pieces,
+    in_row_pieces,
+    represents_all,
+)
 from narrowcast.numerics.formats import Format
 from narrowcast.numerics.methods import by_adding
 from narrowcast.numerics.rounding import in_blocks, round_to
@@ -23,7 +29,7 @@ def scale_for(x: Tensor, target: Format, *, per: Per = "tensor", block: int = 12
     One where all values are zero or one of them is not finite. The result is fp32 (fp64 for fp64),
     and no scale is larger than the largest power of two of that.
     """
-    carrier = carrier_of(x)
+    carrier = get_carrier(x)
     if x.numel() == 0:
         return torch.ones((), dtype=carrier.float_dtype, device=x.device)
     amax = _amax(x.detach(), per=per, block=block).to(carrier.float_dtype)
@@ -40,8 +46,8 @@ def quantize(x: Tensor, target: Format, *, per: Per = "tensor", block: int = 128
     behind the largest value. A zero may lose its sign, which costs a pass to keep and changes no
     sum. No gradient flows.
     """
-    x, carrier = x.detach(), carrier_of(x)
-    if holds_all_of(target, x.dtype) or x.numel() == 0:
+    x, carrier = x.detach(), get_carrier(x)
+    if represents_all(target, x.dtype) or x.numel() == 0:
         return x
     if per == "block":
         blocks = quantize(in_blocks(x, block), target, per="row")
@@ -62,7 +68,7 @@ def _powers_within(amax: Tensor, target: Format, carrier: Carrier) -> Tensor:
     # In integers, as a division would round: the difference of the exponents, and one less where
     # the mantissa of `amax` is the larger; then kept to the exponents of normal numbers.
     bits = amax.view(carrier.int_dtype)
-    largest, one = carrier.bits_of(target.largest), carrier.bits_of(1.0)
+    largest, one = carrier.to_bits(target.largest), carrier.to_bits(1.0)
     larger = (bits & carrier.mantissa_mask) > (largest & carrier.mantissa_mask)
     top = (largest >> carrier.mantissa_bits) + (one >> carrier.mantissa_bits)
     exponent = top - (bits >> carrier.mantissa_bits) - larger.to(carrier.int_dtype)
@@ -89,7 +95,7 @@ def _absorbed_scale(
 
 def _scaled_round(x: Tensor, scale: Tensor, target: Format) -> Tensor:
     """Return `x` scaled, rounded and scaled back, whatever it holds."""
-    scaled = x.to(carrier_of(x).float_dtype) * scale
+    scaled = x.to(get_carrier(x).float_dtype) * scale
     rounded = round_to(scaled, target, saturate=True).div_(scale)
     # The very largest numbers may round up to what their dtype cannot hold.
     top = (2 - target.epsilon) * 2.0 ** (math.frexp(torch.finfo(x.dtype).max)[1] - 1)

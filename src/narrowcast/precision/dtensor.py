@@ -42,7 +42,7 @@ def check_sharded(
         taken |= own.keys()
         stored = {formats.get(p, "fp32"): n for p, n in own.items()}
         if len(stored) > 1:
-            each = ", ".join(f"{n} in {kept}" for kept, n in stored.items())
+            each = ", ".join(f"{n} in {saved}" for saved, n in stored.items())
             raise UnsupportedError(
                 "fully_shard() needs one dtype for all weights that it shards together, got "
                 f"{each} in {name or 'the model'}. Call fully_shard() on the modules with fp32 "
@@ -60,15 +60,15 @@ def check_dtypes_stay(model: nn.Module, *, doing: str, instead: str) -> None:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what of a tensor lies on this device: all of it, unless it is sharded."""
-    return _shard_of(tensor).detach()
+    return _local_shard(tensor).detach()
 
 
-def shards_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the same of many, with their part in autograd: every weight, several times a step."""
-    found = list(tensors)
-    if PLAIN.issuperset(map(type, found)):
-        return found
-    return [_shard_of(tensor) for tensor in found]
+    matches = list(tensors)
+    if PLAIN.issuperset(map(type, matches)):
+        return matches
+    return [_local_shard(tensor) for tensor in matches]
 
 
 def replace_values(parameter: nn.Parameter, values: Tensor) -> None:
@@ -96,7 +96,7 @@ def placed_like(local: Tensor, other: Tensor) -> Tensor:
     return whole
 
 
-def _shard_of(tensor: Tensor) -> Tensor:
+def _local_shard(tensor: Tensor) -> Tensor:
     if type(tensor) in PLAIN:
         return tensor
     sharded = as_sharded(tensor)

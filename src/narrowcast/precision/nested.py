@@ -82,8 +82,8 @@ def copy_tensors(into: Any, source: Any) -> None:
     if isinstance(into, Tensor):
         into.copy_(source, non_blocking=True)
     elif isinstance(into, tuple | list):
-        for mine, given in zip(into, source, strict=True):
-            copy_tensors(mine, given)
+        for mine, inputs in zip(into, source, strict=True):
+            copy_tensors(mine, inputs)
     elif isinstance(into, Mapping):
         for key, mine in into.items():
             copy_tensors(mine, source[key])

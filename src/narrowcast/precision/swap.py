@@ -124,7 +124,7 @@ class Transparent(Mixin):
     """
 
 
-class Onlooker(Transparent):
+class Probe(Transparent):
     """Base of mixins that only look at what passes.
 
     They will put back the class they found. Who computes in a module's place says so here.
@@ -220,8 +220,8 @@ def _own_forward(forward: Any, plain: Any) -> Any:
     would share it.
     """
     code = forward.__code__.replace(co_name=f"{plain.__module__}.{plain.__qualname__}.forward")
-    given = (forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
-    made: Any = FunctionType(code, *given)
+    inputs = (forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+    made: Any = FunctionType(code, *inputs)
     vars(made).update(vars(forward))  # what others have marked it with
     made.__kwdefaults__, made.__doc__ = forward.__kwdefaults__, plain.forward.__doc__
     made.__wrapped__ = plain.forward

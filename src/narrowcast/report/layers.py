@@ -7,7 +7,7 @@ from typing import Any
 
 from narrowcast.precision.plan.decibels import decibel_range
 from narrowcast.precision.plan.folding import folded, groups_alike
-from narrowcast.report.in_force import Change, InForce
+from narrowcast.report.active_formats import Change, InForce
 
 _NONE = "–"
 
@@ -127,9 +127,9 @@ def _layer(alike: Sequence[Mapping[str, Any]], changes: Sequence[Change | None])
 
 def _loss(alike: Sequence[Mapping[str, Any]]) -> str:
     """Say what weights that are kept in fewer bits have lost, where that is known."""
-    kept = [module.get("kept") for module in alike]
-    found = [each.get("snr_db") for each in kept if isinstance(each, Mapping)]
-    return decibel_range([value for value in found if isinstance(value, float)])
+    stored = [module.get("quantized") for module in alike]
+    matches = [each.get("snr_db") for each in stored if isinstance(each, Mapping)]
+    return decibel_range([value for value in matches if isinstance(value, float)])
 
 
 def _treatment(module: Mapping[str, Any]) -> tuple[str, ...]:
@@ -138,10 +138,10 @@ def _treatment(module: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _text(module: Mapping[str, Any], field: str) -> str:
-    found = module.get(field)
-    return _NONE if found is None else str(found)
+    result = module.get(field)
+    return _NONE if result is None else str(result)
 
 
 def _whole(module: Mapping[str, Any], field: str) -> int:
-    found = module.get(field)
-    return found if isinstance(found, int) else 0
+    matched = module.get(field)
+    return matched if isinstance(matched, int) else 0

@@ -7,6 +7,7 @@ from typing import Any
 from markupsafe import Markup
 
 from narrowcast.report import tables
+from narrowcast.report.active_formats import active_formats
 from narrowcast.report.charts.heat import HeatMap, heat_map
 from narrowcast.report.charts.run_charts import (
     Chart,
@@ -17,7 +18,6 @@ from narrowcast.report.charts.run_charts import (
     small_charts,
 )
 from narrowcast.report.charts.spread import spread_charts, spread_note
-from narrowcast.report.in_force import in_force
 from narrowcast.report.layers import format_shares, layers
 from narrowcast.report.rendering import render, write_page
 from narrowcast.report.run_data import RunData, read_run
@@ -37,10 +37,10 @@ def write_report(run_path: str | Path, *, sections: ReportSections | None = None
     path = Path(run_path)
     data = read_run(path)
     own = sections(path, data.records) if sections is not None else ()
-    return write_page(path / FILE, page_of(data, own))
+    return write_page(path / FILE, render_page(data, own))
 
 
-def page_of(data: RunData, own: Sequence[ReportSection] = ()) -> str:
+def render_page(data: RunData, own: Sequence[ReportSection] = ()) -> str:
     """Make the page of a run, with the sections of its workload."""
     loss = loss_chart(data) if data.steps else None
     scale = scale_chart(data) if data.steps else None
@@ -48,7 +48,7 @@ def page_of(data: RunData, own: Sequence[ReportSection] = ()) -> str:
     small, spread = small_charts(data), spread_charts(data.exponents)
     heat = heat_map(data.health)
     values = {
-        **_told(data),
+        **_page_data(data),
         **_tables(data),
         "loss": loss,
         "judged": judged,
@@ -70,7 +70,7 @@ def _drawn(heat: HeatMap | None) -> dict[str, Any] | None:
     return None if heat is None else heat.data
 
 
-def _told(data: RunData) -> dict[str, Any]:
+def _page_data(data: RunData) -> dict[str, Any]:
     return {
         "run": data,
         "ending": ending(data),
@@ -82,7 +82,7 @@ def _told(data: RunData) -> dict[str, Any]:
 
 def _tables(data: RunData) -> dict[str, Any]:
     chosen, defaults = tables.settings(data)
-    ended = in_force(data.modules, data.changes, phases=data.phases)
+    ended = active_formats(data.modules, data.changes, phases=data.phases)
     return {
         "reasons": tables.reasons(data),
         "evals": tables.eval_table(data),

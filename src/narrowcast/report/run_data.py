@@ -9,7 +9,7 @@ from typing import Any
 from narrowcast.errors import CheckpointError
 from narrowcast.report.phrases import policies
 from narrowcast.runs.folder import RunFolder
-from narrowcast.runs.improvement import Improvement, delta_in, improvement_of
+from narrowcast.runs.improvement import Improvement, delta_in, measure_improvement
 from narrowcast.runs.records import (
     CheckpointRecord,
     EvalRecord,
@@ -22,7 +22,7 @@ from narrowcast.runs.records import (
 )
 from narrowcast.runs.shape import ANY, Shape
 from narrowcast.runs.task_info import BEFORE_TASK_JSON, Metric, TaskInfo
-from narrowcast.runs.vitals import Vitals, vitals_of
+from narrowcast.runs.vitals import Vitals, measure_vitals
 
 _TEXT = (str, NoneType)
 _COUNT = (int, NoneType)
@@ -93,22 +93,22 @@ class RunData:
     def policy(self) -> str:
         """The precision policy that was asked for."""
         planned = (self.plan or {}).get("policy")
-        asked = str(self.setting("precision.policy") or planned or "an unnamed policy")
-        return policies(asked, self.setting("precision.schedule"))
+        requested = str(self.setting("precision.policy") or planned or "an unnamed policy")
+        return policies(requested, self.setting("precision.schedule"))
 
     @property
     def headline(self) -> Metric | None:
         """The metric the run is judged by; None where it was never evaluated."""
-        return headline_of(self.task, self.metrics)
+        return headline_metric(self.task, self.metrics)
 
     @property
     def vitals(self) -> Vitals:
         """What decides whether the run came to anything."""
         records: list[Record] = [*self.steps, *self.evals, *self.findings]
-        return vitals_of(records, headline=self.task.headline.name)
+        return measure_vitals(records, headline=self.task.headline.name)
 
     @property
-    def asked(self) -> int:
+    def requested_steps(self) -> int:
         """The steps of its recipe."""
         return int(self.setting("steps", 0))
 
@@ -116,28 +116,28 @@ class RunData:
     def improvement(self) -> Improvement:
         """How its evaluations have gone."""
         min_delta = delta_in(self.setting("eval.min_delta"))
-        return improvement_of(self.evals, metric=self.task.headline, min_delta=min_delta)
+        return measure_improvement(self.evals, metric=self.task.headline, min_delta=min_delta)
 
     @property
     def ended_early(self) -> str:
         """Why the run ended before all of its steps were done, though nothing went wrong."""
-        patience, found = self.setting("eval.patience"), self.improvement
+        patience, result = self.setting("eval.patience"), self.improvement
         last = self.steps[-1].step if self.steps else 0
-        if not isinstance(patience, int) or not found.evaluated == last < self.asked:
+        if not isinstance(patience, int) or not result.evaluated == last < self.requested_steps:
             return ""
-        return found.why_over(metric=self.task.headline, patience=patience)
+        return result.why_over(metric=self.task.headline, patience=patience)
 
     @property
     def exported(self) -> tuple[int, float] | None:
         """The step of the weights it ended with and their headline, where the best were kept."""
-        found = self.improvement
-        kept = self.setting("eval.keep_best") is True and found.best_step > 0
-        return (found.best_step, found.best) if kept and self.is_done else None
+        matched = self.improvement
+        stored = self.setting("eval.keep_best") is True and matched.best_step > 0
+        return (matched.best_step, matched.best) if stored and self.is_done else None
 
     @property
     def is_done(self) -> bool:
         """Whether there is nothing left to do."""
-        return len(self.steps) >= self.asked > 0 or bool(self.ended_early)
+        return len(self.steps) >= self.requested_steps > 0 or bool(self.ended_early)
 
     @property
     def diverged(self) -> str:
@@ -152,8 +152,8 @@ class RunData:
 
         Only those at one scale count: while the scale still falls, a run has not given up.
         """
-        patience = self.setting("precision.loss_scale.patience")
-        if not self.steps or len(self.steps) >= self.asked:
+        patience = self.setting("precision.loss_scale.max_skipped_steps")
+        if not self.steps or len(self.steps) >= self.requested_steps:
             return 0
         in_a_row = 0
         for record in reversed(self.steps):
@@ -166,14 +166,14 @@ class RunData:
     @property
     def metrics(self) -> list[str]:
         """The metrics that were evaluated, in the order of the task."""
-        found = dict.fromkeys(name for record in self.evals for name in record.metrics)
-        return _in_order(found, [metric.name for metric in self.task.metrics])
+        results = dict.fromkeys(name for record in self.evals for name in record.metrics)
+        return _in_order(results, [metric.name for metric in self.task.metrics])
 
     @property
     def parts(self) -> list[str]:
         """The parts of the loss that were recorded, in the order of the task."""
-        found = dict.fromkeys(name for record in self.steps for name in record.parts)
-        return _in_order(found, self.task.loss_parts)
+        results = dict.fromkeys(name for record in self.steps for name in record.loss_parts)
+        return _in_order(results, self.task.loss_parts)
 
     @property
     def modules(self) -> list[Mapping[str, Any]]:
@@ -215,21 +215,21 @@ def _recipe_text(run: RunFolder) -> str:
         return ""
 
 
-def headline_of(task: TaskInfo, evaluated: Iterable[str]) -> Metric | None:
+def headline_metric(task: TaskInfo, evaluated: Iterable[str]) -> Metric | None:
     """Return the first metric of a task that was evaluated, or else the first that was."""
     names = list(dict.fromkeys(evaluated))
     declared = next((metric for metric in task.metrics if metric.name in names), None)
     return declared or next((replace(task.metric(n), name=n) for n in names), None)
 
 
-def _in_order(found: Iterable[str], order: Sequence[str]) -> list[str]:
+def _in_order(result: Iterable[str], order: Sequence[str]) -> list[str]:
     """Sort names as `order` has them; those it does not have come last, as they were found."""
-    return sorted(found, key=lambda name: order.index(name) if name in order else len(order))
+    return sorted(result, key=lambda name: order.index(name) if name in order else len(order))
 
 
 def by_kind(records: Iterable[Record]) -> dict[str, Any]:
     """Sort records into the fields of a RunData."""
-    found = list(records)
+    matches = list(records)
     kinds = {
         "steps": StepRecord,
         "evals": EvalRecord,
@@ -239,4 +239,4 @@ def by_kind(records: Iterable[Record]) -> dict[str, Any]:
         "changes": PrecisionRecord,
         "checkpoints": CheckpointRecord,
     }
-    return {field: tuple(r for r in found if type(r) is kind) for field, kind in kinds.items()}
+    return {field: tuple(r for r in matches if type(r) is kind) for field, kind in kinds.items()}

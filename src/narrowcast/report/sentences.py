@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from narrowcast.report.in_force import WHOLE, in_force
+from narrowcast.report.active_formats import WHOLE, active_formats
 from narrowcast.report.phrases import capital, count, share
 from narrowcast.report.run_data import RunData
 from narrowcast.report.summary import Tone
-from narrowcast.report.tables import Finding, findings
+from narrowcast.report.tables import FindingRow, findings
 from narrowcast.runs.records import PrecisionRecord
 
 MOST_FINDINGS = 3
@@ -19,43 +19,43 @@ def sentences(data: RunData) -> list[tuple[Tone, str]]:
     """Tell what happened that an owner would want to know, the most serious first."""
     if not data.steps:
         return []
-    found = findings(data)
-    first = _foremost(found)
-    told: list[tuple[Tone, str]] = [("bad", _finding(f)) for f in first]
-    if len(found) > len(first):
-        more = count(len(found) - len(first), "more finding")
-        told.append(("bad", f"There {'is' if more.startswith('1 ') else 'are'} {more} below."))
-    told += _changes(data)
-    told += _skips(data)
-    if not told:
-        told.append(("good", "No step was skipped and nothing was found."))
-    return told
+    matches = findings(data)
+    first = _foremost(matches)
+    lines: list[tuple[Tone, str]] = [("bad", _finding(f)) for f in first]
+    if len(matches) > len(first):
+        more = count(len(matches) - len(first), "more finding")
+        lines.append(("bad", f"There {'is' if more.startswith('1 ') else 'are'} {more} below."))
+    lines += _changes(data)
+    lines += _skips(data)
+    if not lines:
+        lines.append(("good", "No step was skipped and nothing was found."))
+    return lines
 
 
-def _foremost(found: Sequence[Finding]) -> list[Finding]:
+def _foremost(result: Sequence[FindingRow]) -> list[FindingRow]:
     """Choose what to tell first: each trouble once, those that something was done about first.
 
     A rehearsal comes last: whoever asked for it knows of it.
     """
-    each: dict[tuple[str, str], Finding] = {}
-    for one in found:
+    each: dict[tuple[str, str], FindingRow] = {}
+    for one in result:
         # A verdict's "overflow" and a rule's "overflow of fp16" are one trouble.
         each.setdefault((one.module, one.what.partition(" of ")[0]), one)
     ranked = sorted(each.values(), key=lambda f: (f.what == INJECTED, not f.action))
     return ranked[:MOST_FINDINGS]
 
 
-def _finding(found: Finding) -> str:
+def _finding(matched: FindingRow) -> str:
     """Write a finding as one or two sentences."""
-    where = f" in `{found.module}`" if found.module else ""
-    role = f" ({found.role})" if found.role and found.module else ""
-    when = "at" if found.steps == count(found.since) else "since"
-    told = f"{capital(found.what)}{where}{role} {when} step {count(found.since)}"
+    where = f" in `{matched.module}`" if matched.module else ""
+    role = f" ({matched.role})" if matched.role and matched.module else ""
+    when = "at" if matched.steps == count(matched.since) else "since"
+    message = f"{capital(matched.what)}{where}{role} {when} step {count(matched.since)}"
     # A verdict names its place once more; in a sentence that has just done so it is noise.
-    why = found.why.removeprefix(f"{found.module} {found.role} ")
-    told += f": {why}" if why else ""
-    advice = f" {capital(found.advice).rstrip('.')}." if found.advice else ""
-    return f"{told.rstrip('.')}.{advice}"
+    why = matched.why.removeprefix(f"{matched.module} {matched.role} ")
+    message += f": {why}" if why else ""
+    advice = f" {capital(matched.advice).rstrip('.')}." if matched.advice else ""
+    return f"{message.rstrip('.')}.{advice}"
 
 
 def _skips(data: RunData) -> list[tuple[Tone, str]]:
@@ -78,17 +78,17 @@ def _skips(data: RunData) -> list[tuple[Tone, str]]:
 def _changes(data: RunData) -> list[tuple[Tone, str]]:
     if not data.changes:
         return []
-    told: list[tuple[Tone, str]] = []
+    notice: list[tuple[Tone, str]] = []
     phases = [r for r in data.changes if r.module in WHOLE]
     if phases:
         course = " → ".join([phases[0].before, *(r.after for r in phases)])
         at = ", ".join(count(r.step) for r in phases[:6])
         noun = "step" if len(phases) == 1 else "steps"
-        told.append(("fair", f"The policy changed in the run, at {noun} {at}: {course}."))
-    ended = in_force(data.modules, data.changes, phases=data.phases)
+        notice.append(("fair", f"The policy changed in the run, at {noun} {at}: {course}."))
+    ended = active_formats(data.modules, data.changes, phases=data.phases)
     single = [r for r in data.changes if r.module not in WHOLE]
     if len(single) == 1:
-        told.append(("fair", _one_change(single[0], stayed=bool(ended.changed))))
+        notice.append(("fair", _one_change(single[0], stayed=bool(ended.changed))))
     elif single:
         names = sorted({r.module for r in single})
         one = len(names) == 1
@@ -96,8 +96,8 @@ def _changes(data: RunData) -> list[tuple[Tone, str]]:
         if one:
             stay = "still so at the end" if ended.changed else "back at the end"
         changed = "changed its format" if one else "changed their formats"
-        told.append(("fair", f"{_listed(names)} {changed} in the run, {stay}."))
-    return told
+        notice.append(("fair", f"{_listed(names)} {changed} in the run, {stay}."))
+    return notice
 
 
 def _one_change(change: PrecisionRecord, *, stayed: bool) -> str:

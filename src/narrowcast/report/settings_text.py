@@ -11,24 +11,26 @@ _PLAIN = re.compile(
 """Text that YAML reads as the same text without quotes."""
 
 
-def written(found: Any) -> str:
+def written(result: Any) -> str:
     """Write the value of a setting so that a recipe or a command line takes it back."""
-    return found if isinstance(found, str) else _flow(found)
+    return result if isinstance(result, str) else _flow(result)
 
 
-def _flow(found: Any) -> str:
-    match found:
+def _flow(matched: Any) -> str:
+    match matched:
         case str():
-            return found if _PLAIN.fullmatch(found) else strict_json.dumps(found)
+            return matched if _PLAIN.fullmatch(matched) else strict_json.dumps(matched)
         case list():
             # A resolved recipe spells out what an entry of a list, such as a phase, leaves out.
-            given = [_given(item) if isinstance(item, dict) else item for item in found]
-            return f"[{', '.join(map(_flow, given))}]"
+            inputs = [
+                _requested_entry(item) if isinstance(item, dict) else item for item in matched
+            ]
+            return f"[{', '.join(map(_flow, inputs))}]"
         case dict():
-            return "{" + ", ".join(f"{_flow(k)}: {_flow(v)}" for k, v in found.items()) + "}"
+            return "{" + ", ".join(f"{_flow(k)}: {_flow(v)}" for k, v in matched.items()) + "}"
         case _:
-            return strict_json.dumps(found)
+            return strict_json.dumps(matched)
 
 
-def _given(entry: dict[str, Any]) -> dict[str, Any]:
+def _requested_entry(entry: dict[str, Any]) -> dict[str, Any]:
     return {key: x for key, x in entry.items() if x not in (None, {}, [])}

@@ -27,7 +27,7 @@ Tone = Literal["good", "fair", "bad"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class RunEnding:
     """Where the run stands, and what its owner may want to do about it."""
 
     label: str
@@ -45,35 +45,35 @@ class Fact:
     note: str = ""
 
 
-def ending(data: RunData) -> Ending:
+def ending(data: RunData) -> RunEnding:
     """Judge from the records alone where the run stands."""
-    done, asked = len(data.steps), data.asked
+    done, requested = len(data.steps), data.requested_steps
     if not done:
-        return Ending(
+        return RunEnding(
             label="No step yet",
             tone="fair",
             advice="The folder holds no record of a step: the run is still starting, or ended "
             "before its first step.",
         )
     if data.gave_up:
-        return Ending(label="Diverged", tone="bad", advice=_gave_up(data))
+        return RunEnding(label="Diverged", tone="bad", advice=_gave_up(data))
     if data.diverged:
-        return Ending(label="Diverged", tone="bad", advice=_came_to_nothing(data))
+        return RunEnding(label="Diverged", tone="bad", advice=_came_to_nothing(data))
     lost = _lost_at(data.steps)
     if lost is not None:
-        return Ending(
+        return RunEnding(
             label="Loss not finite",
             tone="bad",
             advice=f"The training loss has not been a finite number since step {count(lost)}. "
             "Steps with a non-finite gradient are skipped, so the weights are those of the last "
             "applied step.",
         )
-    if done >= asked or data.is_done:
-        return Ending(label="Finished", tone="good", advice=_how_it_ended(data))
-    progress = f"{count(done)} of {count(asked, 'step')}"
+    if done >= requested or data.is_done:
+        return RunEnding(label="Finished", tone="good", advice=_how_it_ended(data))
+    progress = f"{count(done)} of {count(requested, 'step')}"
     last_saved = data.checkpoints[-1].step if data.checkpoints else None
     if last_saved == data.steps[-1].step:
-        return Ending(
+        return RunEnding(
             label="Stopped",
             tone="fair",
             advice=f"The run stopped after {progress}, with a checkpoint at its last one; "
@@ -84,7 +84,7 @@ def ending(data: RunData) -> Ending:
         if last_saved is None
         else f"`narrowcast resume` continues it from the checkpoint at step {count(last_saved)}."
     )
-    return Ending(
+    return RunEnding(
         label="Unfinished",
         tone="fair",
         advice=f"The records end after {progress}: the run was still going when this page was "
@@ -96,23 +96,25 @@ def _how_it_ended(data: RunData) -> str:
     """Say where a run ended early, and which weights it ended with, where that is no matter of
     course.
     """
-    told, metric = list[str](), data.task.headline
-    done, asked = count(len(data.steps)), count(data.asked)
+    lines, metric = list[str](), data.task.headline
+    done, request = count(len(data.steps)), count(data.requested_steps)
     if data.ended_early:
-        told.append(f"The run ended early at step {done} of {asked}: {data.ended_early}.")
+        lines.append(f"The run ended early at step {done} of {request}: {data.ended_early}.")
     if data.exported is not None:
         step, best = data.exported
-        found = f"{said(metric.name)} {measured(metric, best)}"
-        told.append(f"Its weights are those of step {count(step)}, the best evaluation: {found}.")
-    return " ".join(told)
+        result = f"{said(metric.name)} {measured(metric, best)}"
+        lines.append(f"Its weights are those of step {count(step)}, the best evaluation: {result}.")
+    return " ".join(lines)
 
 
 def headline(data: RunData) -> str:
     """Say in one sentence what trained, in which policy, and how well."""
     if not data.steps:
         return f"{data.name} is set up to train {_in_policy(data)} and has not run a step."
-    done, asked = len(data.steps), data.asked
-    steps = count(done, "step") if done >= asked else f"{count(done)} of {count(asked, 'step')}"
+    done, requested = len(data.steps), data.requested_steps
+    steps = (
+        count(done, "step") if done >= requested else f"{count(done)} of {count(requested, 'step')}"
+    )
     if data.diverged:
         return f"{data.name} diverged {_in_policy(data)} in {steps}: {data.diverged}."
     return f"{data.name} trained {_in_policy(data)} for {steps}: {_quality(data)}."
@@ -148,7 +150,7 @@ def _came_to_nothing(data: RunData) -> str:
     left = "its weights are in its last checkpoint"
     if data.vitals.weights:
         left = "only a checkpoint of before its weights were lost is of any use"
-    why = next((r.why for r in reversed(data.steps) if r.why), "")
+    why = next((r.skip_reason for r in reversed(data.steps) if r.skip_reason), "")
     reason = f" The last reason given for a skipped step: {why}." if why else ""
     return f"The run has done its steps and came to nothing; {left}.{reason}"
 
@@ -156,7 +158,7 @@ def _came_to_nothing(data: RunData) -> str:
 def _gave_up(data: RunData) -> str:
     """Say how a run gave up."""
     last = data.steps[-1]
-    reason = f" The last reason given: {last.why}." if last.why else ""
+    reason = f" The last reason given: {last.skip_reason}." if last.skip_reason else ""
     module = next((r.module for r in reversed(data.findings) if r.module), "")
     where = f" Look at {module} first." if module else ""
     return (
@@ -180,10 +182,10 @@ def _quality(data: RunData) -> str:
     if metric is None:
         return f"{_training_loss(data.steps)}, never evaluated"
     name = said(metric.name)
-    found = [(r.step, r.metrics[metric.name]) for r in data.evals if metric.name in r.metrics]
-    (first_step, first), (last_step, last) = found[0], found[-1]
+    matches = [(r.step, r.metrics[metric.name]) for r in data.evals if metric.name in r.metrics]
+    (first_step, first), (last_step, last) = matches[0], matches[-1]
     began, ended = measured(metric, first), measured(metric, last)
-    if len(found) == 1:
+    if len(matches) == 1:
         return f"evaluated {name} {ended} at step {count(last_step)}"
     if not (math.isfinite(first) and math.isfinite(last)):
         return f"evaluated {name} {began} at step {count(first_step)}, {ended} at the end"
@@ -211,8 +213,8 @@ def _loss_fact(data: RunData) -> list[Fact]:
     metric = data.headline
     if metric is None:
         return [Fact(label="Training loss", value=value(data.steps[-1].loss), note="last step")]
-    found = [(r.step, r.metrics) for r in data.evals if metric.name in r.metrics]
-    step, metrics = found[-1]
+    matched = [(r.step, r.metrics) for r in data.evals if metric.name in r.metrics]
+    step, metrics = matched[-1]
     last = metrics[metric.name]
     others = [
         f"{said(name)} {measured(data.task.metric(name), y)}"
@@ -220,16 +222,16 @@ def _loss_fact(data: RunData) -> list[Fact]:
         if name != metric.name
     ]
     note = others[0] if others else f"at step {count(step)}"
-    best_step, best = _best(metric, [(s, m[metric.name]) for s, m in found])
+    best_step, best = _best(metric, [(s, m[metric.name]) for s, m in matched])
     if metric.is_better(best, last) or math.isnan(last):
         note = f"best {measured(metric, best)} at step {count(best_step)}"
     return [Fact(label=f"Evaluated {said(metric.name)}", value=measured(metric, last), note=note)]
 
 
-def _best(metric: Metric, found: Sequence[tuple[int, float]]) -> tuple[int, float]:
+def _best(metric: Metric, matches: Sequence[tuple[int, float]]) -> tuple[int, float]:
     """Return the first of the best values, and its step."""
-    best = found[0]
-    for each in found[1:]:
+    best = matches[0]
+    for each in matches[1:]:
         if metric.is_better(each[1], best[1]) or math.isnan(best[1]):
             best = each
     return best

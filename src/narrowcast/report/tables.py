@@ -50,7 +50,7 @@ class Reason:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class FindingRow:
     """Findings that say the same, in one row."""
 
     module: str
@@ -76,7 +76,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class SettingRow:
     """One key of the recipe, its value, and who set it."""
 
     key: str
@@ -114,12 +114,12 @@ def directions(data: RunData) -> str:
     ways = {name: metric.better for name, metric in metrics.items() if metric.ranked}
     if "higher" not in ways.values():
         return ""
-    told = [
+    lines = [
         f"{way} is better for {', '.join(said(name) for name in ways if ways[name] == way)}"
         for way in ("higher", "lower")
         if way in ways.values()
     ]
-    return f"{capital('; '.join(told))}."
+    return f"{capital('; '.join(lines))}."
 
 
 def reasons(data: RunData) -> list[Reason]:
@@ -130,22 +130,22 @@ def reasons(data: RunData) -> list[Reason]:
     skipped: dict[str, list[int]] = {}
     for record in data.steps:
         if not record.applied:
-            why = _SCALE_CHANGE.sub("", record.why) or "no reason recorded"
+            why = _SCALE_CHANGE.sub("", record.skip_reason) or "no reason recorded"
             skipped.setdefault(why, []).append(record.step)
-    found = [
+    matches = [
         Reason(why=why, times=len(steps), steps=_span(steps)) for why, steps in skipped.items()
     ]
-    return sorted(found, key=lambda reason: -reason.times)
+    return sorted(matches, key=lambda reason: -reason.times)
 
 
-def findings(data: RunData) -> list[Finding]:
+def findings(data: RunData) -> list[FindingRow]:
     """List the findings in the order they first came up, those that say the same as one."""
     groups: dict[tuple[str, ...], list[FindingRecord]] = {}
     for r in data.findings:
         key = (r.module, r.role, r.what, r.why, r.action, r.advice)
         groups.setdefault(key, []).append(r)
     return [
-        Finding(
+        FindingRow(
             module=same[0].module,
             role=same[0].role,
             what=same[0].what,
@@ -177,14 +177,14 @@ def bytes_by_role(plan: Mapping[str, Any]) -> tuple[list[Bytes], str]:
     return rows, size(total)
 
 
-def settings(data: RunData) -> tuple[list[Setting], list[Setting]]:
+def settings(data: RunData) -> tuple[list[SettingRow], list[SettingRow]]:
     """List the recipe: what somebody set, and what was left at its default."""
-    found = [
-        Setting(key=key, value=written(entry.get("value")), origin=str(entry.get("origin", "")))
+    result = [
+        SettingRow(key=key, value=written(entry.get("value")), origin=str(entry.get("origin", "")))
         for key, entry in data.settings.items()
     ]
-    chosen = [setting for setting in found if setting.origin != "default"]
-    return chosen, [setting for setting in found if setting.origin == "default"]
+    chosen = [setting for setting in result if setting.origin != "default"]
+    return chosen, [setting for setting in result if setting.origin == "default"]
 
 
 def surroundings(data: RunData) -> list[Surrounding]:
@@ -204,8 +204,8 @@ def _bytes(plan: Mapping[str, Any]) -> dict[str, int]:
     if not totals:
         for module in plan.get("modules", []):
             totals.update(module.get("bytes", {}))
-    kept_beside = plan.get("strategy", {}).get("bytes", {})
-    return {role: int(n) for role, n in {**totals, **kept_beside}.items()}
+    extra_bytes = plan.get("strategy", {}).get("bytes", {})
+    return {role: int(n) for role, n in {**totals, **extra_bytes}.items()}
 
 
 def _span(steps: list[int]) -> str:
@@ -214,8 +214,8 @@ def _span(steps: list[int]) -> str:
     return f"{count(steps[0])} – {count(steps[-1])}"
 
 
-def _flattened(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, entry in found.items():
+def _flattened(results: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, entry in results.items():
         name = f"{prefix}{key}"
         match entry:
             case Mapping():

@@ -9,18 +9,18 @@ import torch
 from narrowcast.config import Recipe
 from narrowcast.config.files import check_files
 from narrowcast.config.phases import PhaseSection
-from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.hardware import Hardware, probe
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.hardware import Hardware, detect_hardware
 from narrowcast.precision.plan.plan import Plan, with_losses
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.presets import policy_from
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.phrases import size
 from narrowcast.runs import Record
-from narrowcast.strategies.hybrid.phase_formats import policies_of
+from narrowcast.strategies.hybrid.phase_formats import phase_policies
 from narrowcast.strategies.hybrid.strategy import HybridStrategy
 from narrowcast.training.data import Order
-from narrowcast.training.phase_plans import each_phase, phases_of, plan_phases
+from narrowcast.training.phase_plans import each_phase, get_phases, plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.signals import Home
 from narrowcast.training.strategy import PLAIN, Strategy
@@ -85,7 +85,7 @@ def check_settings(recipe: Recipe) -> Hardware:
     Returns:
         The hardware of the recipe's device.
     """
-    hardware = probe(recipe.device)
+    hardware = detect_hardware(recipe.device)
     check_policies(recipe, hardware)
     check_files(recipe)
     return hardware
@@ -97,17 +97,17 @@ def check_policies(recipe: Recipe, hardware: Hardware) -> None:
     def parsed(phase: PhaseSection) -> Policy:
         return policy_from(phase.policy or "default", hardware).with_exceptions(phase.overrides)
 
-    phases = phases_of(recipe.precision)
+    phases = get_phases(recipe.precision)
     if len(phases) == 1:
         parsed(phases[0])
     else:
         each_phase(phases, parsed)
     if recipe.strategy.has_phase_policies:
-        for phase, text in policies_of(recipe.strategy, recipe.precision.policy).items():
+        for phase, text in phase_policies(recipe.strategy, recipe.precision.policy).items():
             try:
                 policy_from(text, hardware)
-            except RecipeError as error:
-                raise RecipeError(f"phase {phase} of the strategy: {error}") from error
+            except ConfigError as error:
+                raise ConfigError(f"phase {phase} of the strategy: {error}") from error
 
 
 def planned(recipe: Recipe, hardware: Hardware) -> tuple[Plan, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from narrowcast.config import LoadedRecipe, Recipe
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.kernels import launch
 from narrowcast.precision.plan.tasks import TaskPrecision, optimal_precision
@@ -17,7 +17,7 @@ from narrowcast.workloads import build_task
 
 REFUSABLE = (
     ("precision.policy", "precision.adapt.overflows"),
-    ("memory.checkpoint",),
+    ("memory.activation_checkpointing",),
     ("memory.offload",),
 )
 """Settings of a row that a plan may refuse; those in one group stand and fall together."""
@@ -53,23 +53,23 @@ def decided(loaded: LoadedRecipe, hardware: Hardware) -> Decided:
         some = {key: defaults[key] for key in group if key in defaults}
         try:
             with_some = after.with_defaults(some, origin=chosen.origin)
-            _refuse_unfit(with_some.recipe, hardware)
+            _check_memory_settings(with_some.recipe, hardware)
             plan_phases(with_some.recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
-        except (RecipeError, UnsupportedError) as error:
-            asked = some[group[0]]
-            text = written(list(asked) if isinstance(asked, tuple) else asked)
+        except (ConfigError, UnsupportedError) as error:
+            requested = some[group[0]]
+            text = written(list(requested) if isinstance(requested, tuple) else requested)
             left_out.append(f"{group[0]}={text}: {error}")
         else:
             after = with_some
     return Decided(
-        loaded=after, row=_told(replace(chosen, left_out=tuple(left_out)), parameters, after)
+        loaded=after, row=_row_data(replace(chosen, left_out=tuple(left_out)), parameters, after)
     )
 
 
-def _refuse_unfit(recipe: Recipe, hardware: Hardware) -> None:
+def _check_memory_settings(recipe: Recipe, hardware: Hardware) -> None:
     """Refuse what saves memory and would be refused once the model is prepared."""
     memory = recipe.memory
-    if recipe.cuda_graph and (memory.checkpoint != "none" or memory.offload):
+    if recipe.cuda_graph and (memory.activation_checkpointing != "none" or memory.offload):
         raise UnsupportedError("cuda_graph=true: a captured step holds its memory")
     if "optimizer" not in memory.offload:
         return
@@ -81,7 +81,7 @@ def _refuse_unfit(recipe: Recipe, hardware: Hardware) -> None:
         raise UnsupportedError(why)
 
 
-def _told(chosen: TaskPrecision, parameters: int, loaded: LoadedRecipe) -> dict[str, Any]:
+def _row_data(chosen: TaskPrecision, parameters: int, loaded: LoadedRecipe) -> dict[str, Any]:
     """Return a row as plain data, with what came of each of its settings."""
     resolved, wanted = loaded.resolved(), chosen.settings()
     return {

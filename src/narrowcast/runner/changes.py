@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowcast.config import LoadedRecipe, Recipe, from_resolved
-from narrowcast.config.load import settings_of
+from narrowcast.config.load import flat_settings
 from narrowcast.config.phases import last_step
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.runs import RunFolder
 from narrowcast.runs.shape import ANY
@@ -15,11 +15,11 @@ from narrowcast.strategies.hybrid.plan import STRATEGY
 from narrowcast.training.checkpoints.settings import (
     MAY_CHANGE,
     decisive_differences,
+    difference_text,
     places_in,
-    told,
 )
 from narrowcast.training.phase_plans import TASK_ROW
-from narrowcast.workloads import sections_of
+from narrowcast.workloads import workload_sections
 
 RESOLVED, PLAN = "resolved.json", "plan.json"
 FROM_CHECKPOINT = "checkpoint"
@@ -47,7 +47,7 @@ def require_acceptable(accept: Collection[str]) -> None:
     """Refuse to accept what is not known."""
     if unknown := [word for word in accept if word not in ACCEPTABLE]:
         known = "; ".join(f"{word}: {meaning}" for word, meaning in ACCEPTABLE.items())
-        raise RecipeError(f"accept {unknown[0]!r}: no such word; there are {known}")
+        raise ConfigError(f"accept {unknown[0]!r}: no such word; there are {known}")
 
 
 def continued(
@@ -65,13 +65,13 @@ def continued(
     saved: Mapping[str, Any] = {} if state is None else state.get("settings", {})
     resolved, dropped = _resolved(run, saved, accept=accept)
     as_saved = {key: {"value": saved[key], "origin": FROM_CHECKPOINT} for key in saved}
-    before = from_resolved(as_saved or resolved, sections=sections_of)
-    after = from_resolved(resolved, overrides, sections=sections_of, text=_text(run))
-    was, is_now = settings_of(before.recipe), settings_of(after.recipe)
+    before = from_resolved(as_saved or resolved, sections=workload_sections)
+    after = from_resolved(resolved, overrides, sections=workload_sections, text=_text(run))
+    was, is_now = flat_settings(before.recipe), flat_settings(after.recipe)
     places = places_in(type(after.recipe.data))
     if refused := decisive_differences(was, is_now, places=places):
         listed = ", ".join(f"{key} (it is {was.get(key)})" for key in refused)
-        raise RecipeError(
+        raise ConfigError(
             f"a run that is continued keeps the settings it began with, but other values were "
             f"given for {listed}; leave them out, or start a new run with `narrowcast train`. "
             f"Only these may change: {', '.join((*MAY_CHANGE, *places))}"
@@ -86,47 +86,47 @@ def notices(
 
     `dropped` is what its folder said and the checkpoint did not.
     """
-    found = []
+    result = []
     falls = after.lr_schedule.name != "constant"
     if before.steps != after.steps and after.lr_schedule.warmup_ratio:
-        found.append(
+        result.append(
             f"the warm-up is a share of {after.steps} steps now, and was one of {before.steps}"
         )
     if before.steps != after.steps and falls:
-        found.append(
+        result.append(
             f"the {after.lr_schedule.name} learning rate now ends at step {after.steps} instead "
             f"of {before.steps}, so it is not where it stopped"
         )
     if _ends(before) != _ends(after):
-        found.append(
+        result.append(
             f"phases that end at a share of the run do so of {after.steps} steps now, and no "
             "longer where they would have"
         )
     sections = (after.data, after.model, *after.further.values())
     if before.steps != after.steps and any(section.depends_on_steps for section in sections):
-        found.append(
+        result.append(
             f"settings of {after.workload} that are a share of the run refer to {after.steps} "
             f"steps now, and referred to {before.steps}"
         )
     if dropped:
-        found.append(
+        result.append(
             f"the settings are those of the checkpoint; resolved.json had others: {dropped}"
         )
     if not _text(run):
-        found.append("recipe.yaml cannot be read; the settings are those of resolved.json")
-    return found + _other_formats(run, plan)
+        result.append("recipe.yaml cannot be read; the settings are those of resolved.json")
+    return result + _other_formats(run, plan)
 
 
-def task_row_of(run: RunFolder) -> Mapping[str, Any] | None:
+def recorded_task_row(run: RunFolder) -> Mapping[str, Any] | None:
     """Return what the task of a run decided when it began, as far as its folder tells.
 
     Its settings are those of the run since, on whatever machine it goes on.
     """
     try:
-        kept = run.read_json(PLAN) if (run.path / PLAN).exists() else {}
+        stored = run.read_json(PLAN) if (run.path / PLAN).exists() else {}
     except CheckpointError:  # told among the notices
         return None
-    row = kept.get(TASK_ROW)
+    row = stored.get(TASK_ROW)
     return row if isinstance(row, Mapping) else None
 
 
@@ -148,8 +148,8 @@ def _other_formats(run: RunFolder, plan: Plan) -> list[str]:
     except CheckpointError:
         return [f"{PLAN} was damaged, so it is not known whether the formats run as they did"]
     # `plan` is that of the first phase, and knows neither task nor strategy.
-    beside = ("phases", TASK_ROW, STRATEGY)
-    was = {key: was[key] for key in was if key not in beside}
+    residuals = ("phases", TASK_ROW, STRATEGY)
+    was = {key: was[key] for key in was if key not in residuals}
     if was == now:
         return []
     return [
@@ -188,29 +188,30 @@ def _resolved(
             else there[key]
             for key in saved
         }
-        return resolved, damaged or told(other, saved, here)
+        return resolved, damaged or difference_text(other, saved, here)
     places = _places(saved)
     if saved and (keys := decisive_differences(saved, here, places=places)):
         raise CheckpointError(
             f"{run.path / RESOLVED} has other settings than the checkpoint, which was made by the "
-            f"run itself: {told(keys, saved, here)}; put back what belongs together, or {way_out}"
+            f"run itself: {difference_text(keys, saved, here)}; put back what belongs together, "
+            f"or {way_out}"
         )
     return there, ""
 
 
 def _places(saved: Mapping[str, Any]) -> tuple[str, ...]:
-    return places_in(sections_of(str(saved["workload"])).data) if "workload" in saved else ()
+    return places_in(workload_sections(str(saved["workload"])).data) if "workload" in saved else ()
 
 
 def _entries(run: RunFolder) -> dict[str, Any]:
-    found: dict[str, Any] = run.read_json(RESOLVED, {ANY: {ANY: object}})
-    for key, entry in found.items():
+    results: dict[str, Any] = run.read_json(RESOLVED, {ANY: {ANY: object}})
+    for key, entry in results.items():
         if entry.keys() != {"value", "origin"}:
             raise CheckpointError(
                 f"{run.path / RESOLVED} is damaged: {key} has no value and origin; put it back "
                 "from a copy"
             )
-    return found
+    return results
 
 
 def _ends(recipe: Recipe) -> list[int | None]:

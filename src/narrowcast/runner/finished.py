@@ -13,9 +13,9 @@ from narrowcast.runner.report_sections import write_run_report
 from narrowcast.runs import RunFolder, TaskInfo
 from narrowcast.runs.folder import ENVIRONMENT, RECIPE, RESOLVED, TASK
 from narrowcast.runs.writing import explain_write_error
-from narrowcast.training.checkpoints.checkpoint import latest, step_of
+from narrowcast.training.checkpoints.checkpoint import checkpoint_step, latest
 from narrowcast.training.checkpoints.export import RESULTS, WEIGHTS, RunEnd, results_are_whole
-from narrowcast.training.checkpoints.parts import part_of
+from narrowcast.training.checkpoints.parts import blamed_on_part
 from narrowcast.training.checkpoints.records_identity import require_records
 from narrowcast.training.checkpoints.resume import latest_state
 from narrowcast.training.ending.early_stopping import EarlyStopping, run_end
@@ -33,22 +33,22 @@ def finished(folder: str | Path, overrides: Sequence[str] = ()) -> RunEnd | None
     """
     with RunFolder.open(folder) as run:
         last = latest(run.checkpoints)
-        if last is None or not _is_told(run.path):
+        if last is None or not _has_final_report(run.path):
             return None
         state = latest_state(run)
         recipe = continued(run, overrides, state=state).after.recipe
         require_records(run, state)
-        end = _end_of(state or {}, recipe, run.task_info(), step=step_of(last))
+        end = _run_end(state or {}, recipe, run.task_info(), step=checkpoint_step(last))
         # Of other epochs than it had nobody knows how many steps they have, yet.
-        over = recipe.is_settled and (end.step == end.asked or bool(end.why))
+        over = recipe.is_settled and (end.step == end.requested_steps or bool(end.why))
         whole = over and results_are_whole(run.path, step=end.step, exported=end.exported)
         return end if whole else None
 
 
-def _end_of(state: Mapping[str, Any], recipe: Recipe, info: TaskInfo, *, step: int) -> RunEnd:
+def _run_end(state: Mapping[str, Any], recipe: Recipe, info: TaskInfo, *, step: int) -> RunEnd:
     stopping = EarlyStopping(recipe.eval, info)
     if "improvement" in state:  # older checkpoints are refused by whoever takes them up
-        with part_of(step, "improvement of evaluations"):
+        with blamed_on_part(step, "improvement of evaluations"):
             stopping.load_state_dict(state["improvement"])
     return run_end(stopping, recipe, step=step)
 
@@ -80,7 +80,7 @@ def write_due_report(folder: Path) -> Path:
     return page
 
 
-def _is_told(folder: Path) -> bool:
+def _has_final_report(folder: Path) -> bool:
     """Say whether the report is there, whole, and of the run's end."""
     try:
         page = read_plain(folder / REPORT).strip().lower()

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from narrowcast.config.problems import shown_path
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
 from narrowcast.runs import RunFolder
 from narrowcast.runs.folder import holds_a_run
 
@@ -43,12 +43,12 @@ def out_dir(name: str, out: str | None) -> Iterator[OutDir]:
         yield OutDir(path=Path(out))
         return
     is_first = not os.path.lexists(RUNS)
-    place = _claimed(RUNS / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"))
+    location = _claimed(RUNS / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"))
     try:
-        yield place
+        yield location
     finally:
         with suppress(OSError):  # one that a run is in is not empty, and stays
-            place.path.rmdir()
+            location.path.rmdir()
             if is_first:
                 RUNS.rmdir()
 
@@ -73,7 +73,7 @@ def check_one_process() -> None:
         )
 
 
-def beside(path: Path) -> Iterator[Path]:
+def alternative_paths(path: Path) -> Iterator[Path]:
     """Return the names a folder may have beside `path` where that is taken, without end."""
     return (path.with_name(f"{path.name}-{number}") for number in count(2))
 
@@ -86,7 +86,7 @@ def require_no_run(path: Path) -> None:
         return  # whatever else is in the way, making the folder says
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise RecipeError(
+        raise ConfigError(
             f"no run can be kept at {shown_path(path)}: {why}; choose another --out"
         ) from error
     raise holds_a_run(path)
@@ -96,7 +96,9 @@ def _claimed(first: Path) -> OutDir:
     """Make the first folder of that name that nobody has; only one of two processes can."""
     if _is_made(first):
         return OutDir(path=first)
-    return OutDir(path=next(path for path in beside(first) if _is_made(path)), taken=first)
+    return OutDir(
+        path=next(path for path in alternative_paths(first) if _is_made(path)), taken=first
+    )
 
 
 def _is_made(path: Path) -> bool:

@@ -14,9 +14,9 @@ def plan_json(
     recipe: Recipe, plans: Sequence[Plan], *, task_row: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the plan a run begins with, its phases, its task's row and its strategy."""
-    told = phases_json(recipe, plans, task_row=task_row)
+    info = phases_json(recipe, plans, task_row=task_row)
     strategy = strategy_row(recipe, plans[0])
-    return told if strategy is None else {**told, STRATEGY: strategy}
+    return info if strategy is None else {**info, STRATEGY: strategy}
 
 
 def strategy_row(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:

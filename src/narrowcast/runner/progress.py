@@ -26,18 +26,18 @@ BAR_WIDTH = 24
 
 def numbers(tally: Tally, *, task: TaskInfo, scaled: bool, parts: bool) -> str:
     """Write the numbers of a run in one line; `parts`: with those of its loss, if it has any."""
-    told = [f"loss {value(tally.loss)}"]
+    lines = [f"loss {value(tally.loss)}"]
     if parts and tally.smooth_parts:
         each = [f"{said(name)} {value(x.value)}" for name, x in tally.smooth_parts.items()]
-        told[0] += f" ({', '.join(each)})"
+        lines[0] += f" ({', '.join(each)})"
     if scaled:
-        told.append(f"scale {scale(tally.scale)}")
+        lines.append(f"scale {scale(tally.scale)}")
     if tally.skipped:
-        told.append(f"{count(tally.skipped)} skipped")
-    told.append(f"{large(tally.items_per_second)} {task.units}/s")
+        lines.append(f"{count(tally.skipped)} skipped")
+    lines.append(f"{large(tally.items_per_second)} {task.units}/s")
     if tally.step < tally.steps and math.isfinite(tally.seconds_left):
-        told.append(f"{duration(tally.seconds_left)} left")
-    return "  ".join(told)
+        lines.append(f"{duration(tally.seconds_left)} left")
+    return "  ".join(lines)
 
 
 def measures(task: TaskInfo, metrics: dict[str, float]) -> str:

@@ -20,8 +20,8 @@ from typing import Any, Self, final
 from torch import nn
 
 from narrowcast.config import LoadedRecipe, Recipe
-from narrowcast.errors import DivergedError, Interrupted, NarrowcastError, RecipeError
-from narrowcast.hardware import probe
+from narrowcast.errors import ConfigError, DivergedError, Interrupted, NarrowcastError
+from narrowcast.hardware import detect_hardware
 from narrowcast.hardware.randomness import OwnRandomness
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
@@ -32,11 +32,11 @@ from narrowcast.runner.changes import (
     PLAN,
     continued,
     notices,
+    recorded_task_row,
     require_acceptable,
-    task_row_of,
 )
 from narrowcast.runner.finished import report_is_due, require_places, write_due_report
-from narrowcast.runner.kept_folder import KeptFolder
+from narrowcast.runner.movable_folder import MovableFolder
 from narrowcast.runner.out_dir import check_one_process, require_no_run
 from narrowcast.runner.plan_json import plan_json
 from narrowcast.runner.progress import RunProgress, find_display
@@ -99,7 +99,7 @@ class Run:
         records: Generator[Record],
         *,
         folder: RunFolder | None,
-        home: KeptFolder | None = None,
+        home: MovableFolder | None = None,
         resumed_from: int | None = None,
         notices: Sequence[str] = (),
         earlier: Sequence[Record] = (),
@@ -151,7 +151,8 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The model that is trained; `prepared.full_weights()` has every digit of its weights."""
+        """The model that is trained; `prepared.fp32_state_dict()` has every digit of its
+        weights."""
         return self.prepared.model
 
     @property
@@ -221,7 +222,7 @@ class Run:
         """
         if self._state != "not started":
             again = "nc.train() again" if self.folder is None else "nc.resume() with its folder"
-            raise RecipeError(f"A run trains once, got one that is {self._state}. Call {again}.")
+            raise ConfigError(f"A run trains once, got one that is {self._state}. Call {again}.")
         self._forgotten.detach()
         self._state = "training"
         try:
@@ -240,9 +241,9 @@ class Run:
                 yield from records
             return
         with self._home.held(self.folder):
-            yield from self._kept(self.folder, self._home, tell)
+            yield from self._recorded(self.folder, self._home, tell)
 
-    def _kept(self, folder: RunFolder, home: KeptFolder, tell: Tell) -> Generator[Record]:
+    def _recorded(self, folder: RunFolder, home: MovableFolder, tell: Tell) -> Generator[Record]:
         step = self.resumed_from or 0
         report_is_due(home.path())
         try:
@@ -254,15 +255,15 @@ class Run:
                     step = record.step
                     yield record
         except Interrupted as stop:
-            _, told = _reported(home)
+            _, lines = _reported(home)
             raise Interrupted(
-                "\n".join([f"interrupted after step {step} of {self.recipe.steps}", *told])
+                "\n".join([f"interrupted after step {step} of {self.recipe.steps}", *lines])
                 + f"\nresume with: {resume_command(folder.path)}"
             ) from stop
         except DivergedError as error:
-            page, told = _reported(home)
+            page, lines = _reported(home)
             led = [f"what led to it: {page}"] if page else []
-            raise DivergedError("\n".join([str(error), *led, *told])) from error
+            raise DivergedError("\n".join([str(error), *led, *lines])) from error
         write_due_report(home.path())
         if home.lost:
             tell(home.lost)
@@ -314,12 +315,12 @@ def train(
         require_no_run(Path(out))
     require_trackers(loaded.recipe.trackers)
     if out is None and loaded.recipe.trackers:
-        raise RecipeError("trackers keep their files in the run's folder; give out=, or no tracker")
+        raise ConfigError("trackers keep their files in the run's folder; give out=, or no tracker")
     by_task = decided(loaded, check_settings(loaded.recipe))
     assembled = assemble(by_task.loaded.recipe)
     loaded = by_task.loaded.for_samples(len(assembled.task.train_data))
     path = None if out is None else Path(out)
-    home = None if path is None else KeptFolder(path)
+    home = None if path is None else MovableFolder(path)
     records = assembled.train(loaded.recipe, folder=home)
     if loaded.recipe.strategy.has_baseline:
         records = _with_baseline(loaded.recipe, records)
@@ -361,25 +362,27 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         with _where_it_began(run):
             assembled = assemble(loaded.recipe)
         loaded = loaded.for_samples(len(assembled.task.train_data))
-        home = KeptFolder(run.path)
+        home = MovableFolder(run.path)
         records = assembled.train(loaded.recipe, folder=home, resume=state, accept=accepted)
         if state is None and loaded.recipe.strategy.has_baseline:
             records = _with_baseline(loaded.recipe, records)
         run.require_task_info(assembled.task.info)
-        told = notices(
+        message = notices(
             run,
             recipes.before.recipe,
             loaded.recipe,
             plan=assembled.plans[0],
             dropped=recipes.dropped,
         )
-        row = task_row_of(run)
+        row = recorded_task_row(run)
         # From here on the folder changes.
         run.set_task_info(assembled.task.info)
         earlier = rewind_to(run, state)
         run.write_json(RESOLVED, loaded.resolved())
         run.write_json(PLAN, plan_json(loaded.recipe, assembled.plans, task_row=row))
-        told += run.add_session({**describe_environment(), "accepted": accepted, "notices": told})
+        message += run.add_session(
+            {**describe_environment(), "accepted": accepted, "notices": message}
+        )
         stack.pop_all()  # it stays open, for the records to come
     step = 0 if state is None else int(state["step"])
     return Run(
@@ -389,7 +392,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         folder=run,
         home=home,
         resumed_from=step,
-        notices=told,
+        notices=message,
         earlier=earlier,
         task_row=row,
     )
@@ -403,11 +406,11 @@ def _where_it_began(run: RunFolder) -> Iterator[None]:
     """
     try:
         yield
-    except RecipeError as error:
+    except ConfigError as error:
         began = run.began_in()
         if began is None or began == str(Path.cwd()):
             raise
-        raise RecipeError(
+        raise ConfigError(
             f"{error}\nthe run began in {began}, where relative paths are meant from: continue it "
             "there, or say where the data is"
         ) from error
@@ -421,33 +424,33 @@ def plan_recipe(
     Of a run with a schedule, that of the first phase or of the one that is asked for.
     """
     loaded = _loaded(recipe, overrides)
-    hardware = probe(loaded.recipe.device)
+    hardware = detect_hardware(loaded.recipe.device)
     plans = planned(decided(loaded, hardware).loaded.recipe, hardware)
     if not 1 <= phase <= len(plans):
-        raise RecipeError(f"phase={phase}: this recipe has {len(plans)}; write 1 to {len(plans)}")
+        raise ConfigError(f"phase={phase}: this recipe has {len(plans)}; write 1 to {len(plans)}")
     return plans[phase - 1]
 
 
-def _reported(home: KeptFolder) -> tuple[Path | None, list[str]]:
+def _reported(home: MovableFolder) -> tuple[Path | None, list[str]]:
     """Write the report of a run that ends early; return it, and what else there is to say.
 
     Why the run ends is what counts: a report that cannot be written does not hide it.
     """
-    page, told = None, list[str]()
+    page, notice = None, list[str]()
     try:
         page = write_due_report(home.path())
     except NarrowcastError as error:
-        told.append(str(error))
-    return page, [home.lost, *told] if home.lost else told
+        notice.append(str(error))
+    return page, [home.lost, *notice] if home.lost else notice
 
 
 def _loaded(recipe: str | Path | LoadedRecipe, overrides: Iterable[str]) -> LoadedRecipe:
     if not isinstance(recipe, LoadedRecipe):
         return load_recipe(recipe, overrides)
-    words = list(overrides)
-    if words:
-        raise RecipeError(
-            f"{words[0]} was given beside a recipe that is loaded already; give the words to "
+    terms = list(overrides)
+    if terms:
+        raise ConfigError(
+            f"{terms[0]} was given beside a recipe that is loaded already; give the words to "
             "load_recipe()"
         )
     return recipe

@@ -31,8 +31,8 @@ def describe_machine() -> dict[str, Any]:
     ]
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "narrowcast": _version_of("narrowcast"),
-        "commit": commit_of(Path.cwd()),
+        "narrowcast": _package_version("narrowcast"),
+        "commit": git_commit(Path.cwd()),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "platform": platform.platform(),
@@ -51,7 +51,7 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def commit_of(folder: Path) -> str | None:
+def git_commit(folder: Path) -> str | None:
     """Return the commit checked out in `folder`, or None where there is no git or no checkout."""
     try:
         answer = subprocess.run(
@@ -66,7 +66,7 @@ def commit_of(folder: Path) -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-def _version_of(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     # Imported here: it brings in the email package, a third of this package's import time.
     from importlib.metadata import PackageNotFoundError, version
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.plain_files import read_plain
 from narrowcast.runs import strict_json
 from narrowcast.runs.commands import resume_command
@@ -62,11 +62,11 @@ class RunFolder:
             run.write_json(RESOLVED, resolved)
             run.write_json(ENVIRONMENT, {"sessions": [environment]})
             (run.path / RECORDS).touch()
-        except (OSError, CheckpointError, RecipeError) as error:
+        except (OSError, CheckpointError, ConfigError) as error:
             _undo(made)
             if not isinstance(error, OSError):
                 raise
-            refusal = CheckpointError if error.errno in NO_SPACE else RecipeError
+            refusal = CheckpointError if error.errno in NO_SPACE else ConfigError
             raise refusal(
                 f"cannot make a run folder at {path}: {explain_write_error(error)}, "
                 "or choose another --out"
@@ -78,8 +78,8 @@ class RunFolder:
         """Open the folder of a run that was begun before, or raise CheckpointError."""
         path = Path(path)
         if not path.is_dir():
-            found = "is a file" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path} {found}; name the --out folder of a run")
+            result = "is a file" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path} {result}; name the --out folder of a run")
         for name in needs:
             if not (path / name).is_file():
                 raise CheckpointError(_no_run(path, name))
@@ -140,16 +140,16 @@ class RunFolder:
         """Read the file `name` of this folder, or raise CheckpointError if it has another shape."""
         target = self._file_called(name)
         try:
-            found = strict_json.loads(read_plain(target).decode())
+            matched = strict_json.loads(read_plain(target).decode())
         except OSError as error:
             raise CheckpointError(f"cannot read {target}: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{target} is damaged: {error}; put it back from a copy"
             ) from error
-        if wrong := unreadable(found) or misfit(found, shape):
+        if wrong := unreadable(matched) or misfit(matched, shape):
             raise CheckpointError(f"{target} is damaged: {wrong}; put it back from a copy")
-        return found
+        return matched
 
     def task_info(self) -> TaskInfo:
         """Return what the run counts and how it is judged.
@@ -165,7 +165,8 @@ class RunFolder:
         if (self.path / TASK).exists() and (before := self.task_info()).judged_by != info.judged_by:
             raise CheckpointError(
                 f"{self.path} is a run of another task: it counts {before.units}, with "
-                f"{_told(before)}; the task here counts {info.units}, with {_told(info)}. Resume "
+                f"{_describe_owner(before)}; the task here counts {info.units}, with "
+                f"{_describe_owner(info)}. Resume "
                 "it with the version of its workload that it was begun with, or start a new run"
             )
 
@@ -182,19 +183,19 @@ class RunFolder:
         tell about the run, and nothing of it depends on them.
         """
         try:
-            found = self.read_json(ENVIRONMENT)
+            result = self.read_json(ENVIRONMENT)
         except CheckpointError:
-            found = None
-        if isinstance(found, dict) and isinstance(found.get("sessions"), list):
-            self.write_json(ENVIRONMENT, {"sessions": [*found["sessions"], environment]})
+            result = None
+        if isinstance(result, dict) and isinstance(result.get("sessions"), list):
+            self.write_json(ENVIRONMENT, {"sessions": [*result["sessions"], environment]})
             return []
         aside = self.path / f"{ENVIRONMENT}.damaged"
-        told = f"{ENVIRONMENT} was damaged or missing, so what the run began on is not known"
+        message = f"{ENVIRONMENT} was damaged or missing, so what the run began on is not known"
         if (self.path / ENVIRONMENT).exists():
             (self.path / ENVIRONMENT).replace(aside)
-            told += f"; it is kept as {aside.name}"
+            message += f"; it is kept as {aside.name}"
         self.write_json(ENVIRONMENT, {"sessions": [environment]})
-        return [told]
+        return [message]
 
     def began_in(self) -> str | None:
         """Return the working directory of the process that began the run, where that is known."""
@@ -250,7 +251,7 @@ def _no_run(path: Path, name: str) -> str:
     return f"{path} is not a run folder: it has no {name}; name the --out folder of a run"
 
 
-def _told(info: TaskInfo) -> str:
+def _describe_owner(info: TaskInfo) -> str:
     parts = f" and the loss parts {', '.join(info.loss_parts)}" if info.loss_parts else ""
     metrics = ", ".join(f"{m.name} ({m.better} is better)" for m in info.metrics)
     return f"the metrics {metrics}{parts}"
@@ -260,17 +261,17 @@ def _require_free(path: Path) -> None:
     if (path / RESOLVED).exists() or (path / RECORDS).exists():
         raise holds_a_run(path)
     if path.is_dir() and any(path.iterdir()):
-        raise RecipeError(
+        raise ConfigError(
             f"{path} holds files that are not a run of narrowcast; choose another --out, "
             "or empty it"
         )
     if path.exists() and not path.is_dir():
-        raise RecipeError(f"{path} is a file, not a folder; choose another --out")
+        raise ConfigError(f"{path} is a file, not a folder; choose another --out")
 
 
-def holds_a_run(path: Path) -> RecipeError:
+def holds_a_run(path: Path) -> ConfigError:
     """Return the refusal of a folder that holds a run already."""
-    return RecipeError(
+    return ConfigError(
         f"{path} already holds a run; choose another --out, or continue it with "
         f"`{resume_command(path)}`"
     )

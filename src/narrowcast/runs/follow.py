@@ -62,9 +62,9 @@ class Follower:
             return News(missing=True)
 
     def _look(self, file: BinaryIO) -> News:
-        found = os.fstat(file.fileno())
-        identity = (found.st_dev, found.st_ino)
-        afresh = self._offset > 0 and not self._continues(file, found.st_size, identity)
+        result = os.fstat(file.fileno())
+        identity = (result.st_dev, result.st_ino)
+        afresh = self._offset > 0 and not self._continues(file, result.st_size, identity)
         if afresh:
             self._offset, self._last = 0, b""
         self._identity = identity
@@ -80,9 +80,9 @@ class Follower:
         return News(
             records=tuple(records),
             afresh=afresh,
-            more=end > 0 and self._offset < found.st_size,
+            more=end > 0 and self._offset < result.st_size,
             damaged=damaged,
-            written=found.st_mtime,
+            written=result.st_mtime,
         )
 
     def _continues(self, file: BinaryIO, size: int, identity: tuple[int, int]) -> bool:

@@ -56,8 +56,8 @@ class HealthRecord:
         """Refuse columns of different lengths, and shares that are none."""
         lengths = {name: len(getattr(self, name)) for name in (*NAMES, *NUMBERS)}
         if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{name} {n}" for name, n in lengths.items())
-            raise ValueError(f"the columns differ in length: {told}")
+            message = ", ".join(f"{name} {n}" for name, n in lengths.items())
+            raise ValueError(f"the columns differ in length: {message}")
         for name in SHARES:
             column = getattr(self, name)
             # min and max skip nothing but NaN, which no comparison finds.
@@ -86,22 +86,22 @@ def health_line(record: HealthRecord, *, kind: str) -> str:
     head: dict[str, object] = {"kind": kind, "step": record.step}
     for name in NAMES:
         column = getattr(record, name)
-        places = {text: place for place, text in enumerate(dict.fromkeys(column))}
+        places = {text: location for location, text in enumerate(dict.fromkeys(column))}
         head[f"{name}s"] = list(places)
         head[name] = [places[text] for text in column]
     columns = "".join(f',"{name}":[{_written(getattr(record, name))}]' for name in NUMBERS)
     return f"{json.dumps(head, separators=(',', ':'))[:-1]}{columns}}}"
 
 
-def health_from_json(found: dict[str, Any]) -> HealthRecord:
+def health_from_json(results: dict[str, Any]) -> HealthRecord:
     """Return the record that such a line was made from; raise KeyError or TypeError otherwise."""
-    step = found.pop("step", None)
+    step = results.pop("step", None)
     if type(step) is not int or abs(step) > LARGEST:
         raise TypeError("step is not a whole number")
-    values: dict[str, Any] = {name: _texts(name, found) for name in NAMES}
-    values |= {name: _numbers(name, _column(name, found)) for name in NUMBERS}
-    if found:
-        raise KeyError(f"{min(found)} does not belong there")
+    values: dict[str, Any] = {name: _texts(name, results) for name in NAMES}
+    values |= {name: _numbers(name, _column(name, results)) for name in NUMBERS}
+    if results:
+        raise KeyError(f"{min(results)} does not belong there")
     try:
         return HealthRecord(step=step, **values)
     except ValueError as error:
@@ -127,17 +127,17 @@ def _word(x: float | None) -> str:
     return f"{x or 0.0:.4g}" if abs(x) < _LARGEST else repr(math.copysign(_LARGEST, x))
 
 
-def _column(name: str, found: dict[str, Any]) -> list[Any]:
-    if name not in found:
+def _column(name: str, result: dict[str, Any]) -> list[Any]:
+    if name not in result:
         raise KeyError(f"{name} is missing")
-    column = found.pop(name)
+    column = result.pop(name)
     if not isinstance(column, list):
         raise TypeError(f"{name} is not a list")
     return column
 
 
-def _texts(name: str, found: dict[str, Any]) -> tuple[str, ...]:
-    texts, places = _column(f"{name}s", found), _column(name, found)
+def _texts(name: str, matched: dict[str, Any]) -> tuple[str, ...]:
+    texts, places = _column(f"{name}s", matched), _column(name, matched)
     if not set(map(type, texts)) <= {str}:
         raise TypeError(f"{name}s are not text")
     # A negative place would count from the end.

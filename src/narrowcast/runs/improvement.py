@@ -33,16 +33,16 @@ class Improvement:
         if not isinstance(record, EvalRecord) or metric.name not in record.metrics:
             return self
         value, step = record.metrics[metric.name], record.step
-        found = replace(self, evaluated=step, stalled=self.stalled + 1)
+        result = replace(self, evaluated=step, stalled=self.stalled + 1)
         if not math.isfinite(value):
-            return found
+            return result
         if math.isnan(self.best) or metric.is_better(value, self.best):
-            found = replace(found, best=value, best_step=step)
+            result = replace(result, best=value, best_step=step)
         # Small steps that add up to enough count in the end: the last that counted stays the mark.
         ahead = min_delta if metric.better == "higher" else -min_delta
         if math.isnan(self.counted) or metric.is_better(value, self.counted + ahead):
-            found = replace(found, counted=value, stalled=0)
-        return found
+            result = replace(result, counted=value, stalled=0)
+        return result
 
     def why_over(self, *, metric: Metric, patience: int) -> str:
         """Say why a run with so much patience ends here; nothing where it goes on. 0: it does."""
@@ -62,11 +62,11 @@ def delta_in(setting: object) -> float:
     return float(setting) if fits else 0.0  # type: ignore[arg-type]  # a number, as just seen
 
 
-def improvement_of(
+def measure_improvement(
     records: Iterable[Record], *, metric: Metric, min_delta: float = 0.0
 ) -> Improvement:
     """Return how the evaluations of a run stand after `records`."""
-    found = Improvement()
+    matched = Improvement()
     for record in records:
-        found = found.after(record, metric=metric, min_delta=min_delta)
-    return found
+        matched = matched.after(record, metric=metric, min_delta=min_delta)
+    return matched

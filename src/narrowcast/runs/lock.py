@@ -106,8 +106,8 @@ def is_held(path: Path) -> bool | None:
         return None
     try:
         fields = {"type": fcntl.F_RDLCK, "whence": os.SEEK_SET}
-        asked = struct.pack(layout[0], *(fields.get(name, 0) for name in layout[1]))
-        answer = struct.unpack(layout[0], fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        requested = struct.pack(layout[0], *(fields.get(name, 0) for name in layout[1]))
+        answer = struct.unpack(layout[0], fcntl.fcntl(file, fcntl.F_GETLK, requested))
         return bool(answer[layout[1].index("type")] != fcntl.F_UNLCK)
     except OSError:
         return None
@@ -122,8 +122,8 @@ def _is_held_here(path: Path) -> bool:
         return False
 
 
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
+def _identity(result: os.stat_result) -> tuple[int, int]:
+    return result.st_dev, result.st_ino
 
 
 # C's struct flock, which Python has no name for, on systems of 64 bits.

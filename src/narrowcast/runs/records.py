@@ -41,7 +41,7 @@ class StepRecord:
     loss: float
     loss_scale: float
     applied: bool
-    why: str
+    skip_reason: str
     """Why the step was skipped; empty when it was applied."""
     grad_norm: float
     lr: float
@@ -51,7 +51,7 @@ class StepRecord:
     """What the step read, in the units of its task: tokens, samples."""
     seconds: float
     peak_bytes: int
-    parts: dict[str, float] = field(default_factory=dict)
+    loss_parts: dict[str, float] = field(default_factory=dict)
     """The parts of the loss that its task names; none where it is of one piece."""
 
 
@@ -159,16 +159,16 @@ def to_line(record: Record) -> str:
 def from_line(line: str) -> Record:
     """Return the record that `line` was made from, or raise CheckpointError."""
     try:
-        found = strict_json.loads(line)
+        result = strict_json.loads(line)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"not a record: {error}: {_shown(line)}") from None
-    kind = found.pop("kind", None) if isinstance(found, dict) else None
+    kind = result.pop("kind", None) if isinstance(result, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
         raise CheckpointError(
             f"not a record: its kind is none of {', '.join(KINDS)}: {_shown(line)}"
         )
     try:
-        return _from_json(KINDS[kind], found)
+        return _from_json(KINDS[kind], result)
     except (KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(
             f"not a record of kind {kind}: {error.args[0]}: {_shown(line)}"
@@ -192,29 +192,29 @@ def _to_json(record: Record) -> dict[str, object]:
             raise ValueError(f"a metric cannot be called {min(taken)}: the line has its own")
         return {"kind": kind, "step": record.step, **record.metrics}
     values = {_ON_THE_LINE.get(f.name, f.name): getattr(record, f.name) for f in fields(record)}
-    if isinstance(record, StepRecord) and not record.parts:
-        del values["parts"]  # most losses are of one piece
+    if isinstance(record, StepRecord) and not record.loss_parts:
+        del values["loss_parts"]  # most losses are of one piece
     return {"kind": kind, **values}
 
 
-def _from_json(cls: type[Record], found: dict[str, Any]) -> Record:
+def _from_json(cls: type[Record], results: dict[str, Any]) -> Record:
     if cls is EvalRecord:
-        step = _whole("step", found.pop("step", None))
-        return EvalRecord(step=step, metrics={k: _number(k, v) for k, v in found.items()})
+        step = _whole("step", results.pop("step", None))
+        return EvalRecord(step=step, metrics={k: _number(k, v) for k, v in results.items()})
     if cls is HealthRecord:
-        return health_from_json(found)
-    if cls is StepRecord and "tokens" in found:  # of a run from before there were other units
-        found["items"] = found.pop("tokens")
+        return health_from_json(results)
+    if cls is StepRecord and "tokens" in results:  # of a run from before there were other units
+        results["items"] = results.pop("tokens")
     values: dict[str, Any] = {}
     for f in fields(cls):
         name = _ON_THE_LINE.get(f.name, f.name)
-        if name not in found and name == "parts":
+        if name not in results and name == "loss_parts":
             continue
-        if name not in found:
+        if name not in results:
             raise KeyError(f"{name} is missing")
-        values[f.name] = _READERS[str(f.type)](name, found.pop(name))
-    if found:
-        raise KeyError(f"{min(found)} does not belong there")
+        values[f.name] = _READERS[str(f.type)](name, results.pop(name))
+    if results:
+        raise KeyError(f"{min(results)} does not belong there")
     return cls(**values)
 
 
@@ -241,10 +241,10 @@ def _whole(name: str, value: object) -> int:
 def _wholes(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise TypeError(f"{name} is not a list")
-    found = tuple(_whole(name, item) for item in value)
-    if found and min(found) < 0:
+    matches = tuple(_whole(name, item) for item in value)
+    if matches and min(matches) < 0:
         raise TypeError(f"{name} holds a count below 0")
-    return found
+    return matches
 
 
 def _flag(name: str, value: object) -> bool:

@@ -84,15 +84,15 @@ class RecordsFile:
         if saved_bytes is not None:
             count = sum(end <= saved_bytes for _, end in ended)
             count += any(i == count for i in saved)  # its own record follows at once
-        kept = ended[count - 1][1] if count else 0
+        stored = ended[count - 1][1] if count else 0
         file = self._open(ended)
         try:
             # A prefix stays, so cutting is enough: one operation, and it works on a full disk.
-            os.ftruncate(file, min(kept, os.fstat(file).st_size))
+            os.ftruncate(file, min(stored, os.fstat(file).st_size))
             os.fsync(file)
         except OSError as error:
             raise self._cannot_write(error) from error
-        return [record for record, end in ended if end <= kept]
+        return [record for record, end in ended if end <= stored]
 
     def close(self) -> None:
         """Let another process write."""
@@ -135,21 +135,21 @@ class RecordsFile:
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
         *lines, last = content.split(b"\n")
-        found: list[tuple[Record, int]] = []
+        matches: list[tuple[Record, int]] = []
         end = 0
         for number, line in enumerate(lines, start=1):
             end += len(line) + 1
             try:
-                found.append((from_line(line.decode()), end))
+                matches.append((from_line(line.decode()), end))
             except (CheckpointError, UnicodeDecodeError) as error:
                 raise CheckpointError(
                     f"{self.path} is damaged in line {number}: {error}; put it back from a copy"
                 ) from error
         try:
-            found.append((from_line(last.decode()), end + len(last) + 1))
+            matches.append((from_line(last.decode()), end + len(last) + 1))
         except (CheckpointError, UnicodeDecodeError):
-            return found  # torn by a kill or a power cut, or empty as it should be
-        return found
+            return matches  # torn by a kill or a power cut, or empty as it should be
+        return matches
 
     def _cannot_write(self, error: OSError) -> CheckpointError:
         return CheckpointError(

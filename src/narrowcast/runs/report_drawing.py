@@ -13,9 +13,9 @@ COLOURS = 8
 INK, QUIET, GRID, LINE = "var(--ink)", "var(--quiet)", "var(--grid)", "var(--line)"
 
 
-def colour(place: int) -> str:
+def colour(location: int) -> str:
     """Return the colour of one of many."""
-    return f"var(--group{place % COLOURS})"
+    return f"var(--group{location % COLOURS})"
 
 
 def drawing(
@@ -30,7 +30,7 @@ def drawing(
     )
 
 
-def words(
+def text_mark(
     x: float,
     y: float,
     said: str,
@@ -112,15 +112,15 @@ class Scale:
         return [(n * step, f"{n * step:,.{digits}f}") for n in range(first, last + 1)]
 
 
-def axes(x: Scale, y: Scale, *, below: str, beside: str) -> list[str]:
-    """Draw a grid with its numbers; `below` and `beside` say what they are."""
+def axes(x: Scale, y: Scale, *, x_label: str, y_label: str) -> list[str]:
+    """Draw a grid with ticks and axis labels."""
     marks = []
     for value, label in y.ticks():
         marks.append(line(x.start, y(value), x.end, y(value)))
-        marks.append(words(x.start - 8, y(value) + 4, label, anchor="end"))
+        marks.append(text_mark(x.start - 8, y(value) + 4, label, anchor="end"))
     for value, label in x.ticks():
         marks.append(line(x(value), y.start, x(value), y.end))
-        marks.append(words(x(value), y.start + 18, label, anchor="middle"))
-    marks.append(words(x.end, y.start + 36, below, anchor="end"))
-    marks.append(words(x.start - 36, y.end - 10, beside))
+        marks.append(text_mark(x(value), y.start + 18, label, anchor="middle"))
+    marks.append(text_mark(x.end, y.start + 36, x_label, anchor="end"))
+    marks.append(text_mark(x.start - 36, y.end - 10, y_label))
     return marks

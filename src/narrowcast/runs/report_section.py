@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import TypeAlias
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.runs.records import Record
 
 FORBIDDEN = frozenset(
@@ -46,9 +46,9 @@ class ReportSection:
             reader.note("a tag that does not end")
         if reader.open:
             reader.note(f"<{reader.open[-1]}> without its end")
-        if reader.found:
-            raise RecipeError(
-                f"report section {self.title!r} holds {reader.found}: a report loads and runs "
+        if reader.problems:
+            raise ConfigError(
+                f"report section {self.title!r} holds {reader.problems}: a report loads and runs "
                 "nothing; draw with plain HTML or SVG, and put pictures in as data:image/…"
             )
 
@@ -58,7 +58,7 @@ class _Reader(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
-        self.found = ""
+        self.problems = ""
         self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -88,7 +88,7 @@ class _Reader(HTMLParser):
 
     def note(self, what: str) -> None:
         """Keep the first."""
-        self.found = self.found or what
+        self.problems = self.problems or what
 
 
 ReportSections: TypeAlias = Callable[[Path, Sequence[Record]], Sequence[ReportSection]]

@@ -43,8 +43,8 @@ def misfit(value: Any, shape: Shape, where: str = "it") -> str | None:
             # To Python, true is a whole number.
             return None if shape in (object, type(value)) else f"{where} is not {_name(shape)}"
     prefix = "" if where == "it" else f"{where}: "
-    found = (misfit(item, s, f"{prefix}{str(key)[:80]}") for key, item, s in inside)
-    return next((each for each in found if each), None)
+    result = (misfit(item, s, f"{prefix}{str(key)[:80]}") for key, item, s in inside)
+    return next((each for each in result if each), None)
 
 
 def unreadable(value: Any) -> str | None:

@@ -21,7 +21,7 @@ def loads(text: str) -> Any:
 
     So is half a character (`\\ud800`), which no page could be written with.
     """
-    value = json.loads(text, parse_constant=_refuse)
+    value = json.loads(text, parse_constant=_raise_constant)
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError, a ValueError
     return value
@@ -40,5 +40,5 @@ def _plain(value: object) -> object:
             return value
 
 
-def _refuse(constant: str) -> None:
+def _raise_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")

@@ -69,7 +69,10 @@ class Tally:
             smooth_loss=self.smooth_loss.after(record.loss),
             smooth_parts={
                 **self.smooth_parts,
-                **{n: self.smooth_parts.get(n, Smooth()).after(x) for n, x in record.parts.items()},
+                **{
+                    n: self.smooth_parts.get(n, Smooth()).after(x)
+                    for n, x in record.loss_parts.items()
+                },
             },
             warm=min(self.warm + 1, WARM_UP),
             smooth_items=self.smooth_items.after(record.items if settled else math.nan),

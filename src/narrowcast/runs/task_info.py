@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 
 AVERAGED = "ema_"
 """Before the name of a metric that was taken with the average of the weights."""
@@ -30,11 +30,11 @@ class Metric:
     """False for a number that is neither better when lower nor when higher, such as a count."""
 
     def __post_init__(self) -> None:
-        words = (self.name, self.better, self.text)
-        if not all(isinstance(word, str) for word in words) or self.better not in _WAYS:
-            raise RecipeError(f"metric {self.name!r}: better is lower or higher, not {self.better}")
+        overrides = (self.name, self.better, self.text)
+        if not all(isinstance(word, str) for word in overrides) or self.better not in _WAYS:
+            raise ConfigError(f"metric {self.name!r}: better is lower or higher, not {self.better}")
         if not _FORMAT.fullmatch(self.text):
-            raise RecipeError(f"metric {self.name!r}: text={self.text!r}; write e.g. .4g or .1%")
+            raise ConfigError(f"metric {self.name!r}: text={self.text!r}; write e.g. .4g or .1%")
 
     def written(self, value: float) -> str:
         """Return a value as text."""
@@ -61,28 +61,28 @@ class TaskInfo:
     """What a user should know of the model and the data before the first step, a line each."""
 
     def __post_init__(self) -> None:
-        words = (self.unit, self.plural, *self.loss_parts, *self.notes)
-        if not all(isinstance(word, str) for word in words):
-            raise RecipeError("unit, plural, loss_parts and notes of a task are texts")
+        terms = (self.unit, self.plural, *self.loss_parts, *self.notes)
+        if not all(isinstance(word, str) for word in terms):
+            raise ConfigError("unit, plural, loss_parts and notes of a task are texts")
         for field in ("metrics", "loss_parts", "notes"):
             if isinstance(getattr(self, field), str | Metric):
-                raise RecipeError(f"{field} of a task is a tuple: write {field}=(…,)")
+                raise ConfigError(f"{field} of a task is a tuple: write {field}=(…,)")
         if strange := [metric for metric in self.metrics if not isinstance(metric, Metric)]:
-            raise RecipeError(f"metrics of a task are Metric(name=…), not {strange[0]!r}")
+            raise ConfigError(f"metrics of a task are Metric(name=…), not {strange[0]!r}")
         if self.unit.endswith("s") and not self.plural:
-            raise RecipeError(
+            raise ConfigError(
                 f"unit={self.unit!r}: write one of what is counted, e.g. token; or plural= too"
             )
         names = [metric.name for metric in self.metrics]
         if averaged := [name for name in names if name.startswith(AVERAGED)]:
-            raise RecipeError(
+            raise ConfigError(
                 f"metric {averaged[0]!r}: {AVERAGED}… is what the average of the weights gives; "
                 "choose another name"
             )
         if not names or len(set(names)) != len(names):
-            raise RecipeError(f"a task has metrics of different names, the headline first: {names}")
+            raise ConfigError(f"a task has metrics of different names, the headline first: {names}")
         if not self.metrics[0].ranked:
-            raise RecipeError(
+            raise ConfigError(
                 f"The first metric ranks runs, got {names[0]!r} with ranked=False. Put another "
                 "metric first."
             )
@@ -103,8 +103,8 @@ class TaskInfo:
         One that was not declared counts as lower is better.
         """
         bare = name.removeprefix(AVERAGED)
-        found = next((m for m in self.metrics if m.name in (name, bare)), None)
-        return Metric(name=name) if found is None else found
+        result = next((m for m in self.metrics if m.name in (name, bare)), None)
+        return Metric(name=name) if result is None else result
 
     @property
     def judged_by(self) -> tuple[object, ...]:
@@ -123,7 +123,7 @@ class TaskInfo:
             metrics = tuple(Metric(**metric) for metric in data["metrics"])
             texts = {key: tuple(data.get(key, ())) for key in ("loss_parts", "notes")}
             return cls(**{**data, "metrics": metrics, **texts})
-        except (TypeError, KeyError, RecipeError) as error:
+        except (TypeError, KeyError, ConfigError) as error:
             raise CheckpointError(f"task.json is damaged: {error}") from error
 
 

@@ -42,9 +42,11 @@ class Vitals:
                     skipped_at_end=0 if record.applied else self.skipped_at_end + 1,
                 )
             case EvalRecord():
-                found = record.metrics.get(headline, 0.0)
-                told = "" if math.isfinite(found) else f"its last evaluated {headline} is {found}"
-                return replace(self, evaluated=record.step, headline=told, weights="")
+                result = record.metrics.get(headline, 0.0)
+                message = (
+                    "" if math.isfinite(result) else f"its last evaluated {headline} is {result}"
+                )
+                return replace(self, evaluated=record.step, headline=message, weights="")
             case FindingRecord(what=what, step=step, why=why):
                 seen = what == WEIGHTS_NOT_FINITE and step == self.evaluated
                 return replace(self, weights=why) if seen else self
@@ -54,19 +56,19 @@ class Vitals:
     @property
     def diverged(self) -> str:
         """Say what is wrong with a run that ends like this; nothing where nothing is."""
-        told = [self.weights, self.headline]
+        lines = [self.weights, self.headline]
         if not self.applied:
-            told.append(f"none of its {self.steps} steps was applied")
+            lines.append(f"none of its {self.steps} steps was applied")
         elif self.skipped_at_end >= TOO_MANY_SKIPPED:
-            told.append(f"the last {self.skipped_at_end} of its {self.steps} steps were skipped")
-        return "; ".join(filter(None, told))
+            lines.append(f"the last {self.skipped_at_end} of its {self.steps} steps were skipped")
+        return "; ".join(filter(None, lines))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return asdict(self)
 
 
-def vitals_of(records: Iterable[Record], *, headline: str) -> Vitals:
+def measure_vitals(records: Iterable[Record], *, headline: str) -> Vitals:
     """Return how a run stands after `records`; an evaluation comes before what it found."""
     vitals = Vitals()
     for record in records:

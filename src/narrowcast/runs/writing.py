@@ -31,9 +31,9 @@ _ADVICE = {
 
 def replace_file(target: Path, content: bytes) -> None:
     """Make `content` the content of `target`: all of it, or none of it on an OSError."""
-    with _put_in_place(target) as beside:
-        beside.write_bytes(content)
-        sync_file(beside)
+    with _atomic_name(target) as extra:
+        extra.write_bytes(content)
+        sync_file(extra)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -43,7 +43,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def written_beside(path: Path, *, hint: str) -> Iterator[Path]:
+def written_atomically(path: Path, *, hint: str) -> Iterator[Path]:
     """Give a name beside `path` to write a file or folder at; put it at `path` once it is whole.
 
     What was at `path` is replaced. If writing fails, `path` is as it was, nothing is left beside
@@ -51,8 +51,8 @@ def written_beside(path: Path, *, hint: str) -> Iterator[Path]:
     wrote `path` are removed.
     """
     try:
-        with _put_in_place(path) as beside:
-            yield beside
+        with _atomic_name(path) as other:
+            yield other
     except OSError as error:
         reason = explain_write_error(error)
         raise CheckpointError(f"{path} could not be written: {reason}; {hint}") from error
@@ -78,8 +78,8 @@ def remove_leftovers(folder: Path, *, of: str = "") -> None:
     `of` is the file or folder it wrote; without it, any. What cannot be removed is in nobody's
     way: the next one is written under another name.
     """
-    found = folder.iterdir() if folder.is_dir() else ()
-    for path in [path for path in found if path.name.startswith(of) and MARK in path.name]:
+    result = folder.iterdir() if folder.is_dir() else ()
+    for path in [path for path in result if path.name.startswith(of) and MARK in path.name]:
         with contextlib.suppress(OSError):
             if path.is_dir() and not path.is_symlink():
                 rmtree(path, ignore_errors=True)
@@ -117,16 +117,16 @@ def _free_name(path: Path, why: str) -> Path:
 
 
 @contextmanager
-def _put_in_place(path: Path) -> Iterator[Path]:
+def _atomic_name(path: Path) -> Iterator[Path]:
     remove_leftovers(path.parent, of=f"{path.name}{MARK}")
-    beside = _free_name(path, str(os.getpid()))
+    extra = _free_name(path, str(os.getpid()))
     try:
-        yield beside
-        if beside.is_dir():
-            sync_folder(beside)
+        yield extra
+        if extra.is_dir():
+            sync_folder(extra)
             remove(path)  # a rename replaces a file, but no folder that has something in it
-        beside.replace(path)
+        extra.replace(path)
         sync_folder(path.parent)
     finally:
         with contextlib.suppress(OSError):
-            remove(beside)
+            remove(extra)

@@ -47,7 +47,7 @@ class Adapter:
             self._rungs = rungs(own.policy, own.hardware)
         self._stand_on(own)
         for wider in self._rungs[1:]:  # refused before the run, not in it
-            self._prepared.engine.refuse_impossible(self._planned(wider), keep_scale=True)
+            self._prepared.engine.check_plan_change(self._planned(wider), keep_scale=True)
 
     def _stand_on(self, plan: Plan) -> None:
         """Let this plan be what modules are raised from, and return to."""
@@ -56,7 +56,9 @@ class Adapter:
         self._own = plan
         self._adaptation = Adaptation(
             {m.name: m.policy.forward for m in plan.modules if multiplies(m.kind)},
-            Limits(most=settings.most, cooldown=settings.cooldown, calm=settings.calm),
+            Limits(
+                most=settings.max_fraction, cooldown=settings.cooldown, calm=settings.calm_steps
+            ),
         )
 
     def own(self) -> Mapping[str, Policy]:
@@ -64,12 +66,12 @@ class Adapter:
         return {name: self._own.module(name).policy for name in self._adaptation.overrides}
 
     def observed(
-        self, observer: Observer, record: StepRecord, told: StepDiagnosis
+        self, observer: Observer, record: StepRecord, message: StepDiagnosis
     ) -> Iterator[Record]:
         """Yield what is seen in a step beside its record, and take it in."""
         looked = observer.looked
-        yield from observer.account(record, explained=told.explained)
-        if told.injected:
+        yield from observer.account(record, explained=message.explained)
+        if message.injected:
             return  # what was put there on purpose is no reason to change a format
         if record.step < self._ladder.since:
             return  # in the formats of another rung
@@ -78,11 +80,11 @@ class Adapter:
             record.step,
             applied=record.applied,
             limit=adapt.overflows,
-            calm=adapt.calm,
+            calm=adapt.calm_steps,
             top=len(self._rungs) - 1,
         )
-        if told.overflowed_at is not None:
-            module, role = told.overflowed_at
+        if message.overflowed_at is not None:
+            module, role = message.overflowed_at
             self.blame(record.step, module, role, loss_scale=record.loss_scale)
         elif observer.looked != looked:
             self.note(
@@ -114,13 +116,13 @@ class Adapter:
         """Return the changes that hold from the step after this one; `apply` makes them."""
         if self._ladder.is_due(step):
             return [self._climb(step)]
-        found = []
+        result = []
         while self._seen and self._seen[0][0] < step:
             seen, issues, unsafe_to_lower = self._seen.popleft()
             moves = self._adaptation.decide(
                 issues, seen=seen, step=step, unsafe_to_lower=unsafe_to_lower
             )
-            found += [
+            result += [
                 PrecisionRecord(
                     step=step + 1,
                     module=move.module,
@@ -130,18 +132,18 @@ class Adapter:
                 )
                 for move in moves
             ]
-        return found
+        return result
 
     def apply(self) -> None:
         """Let the model have the formats decided on."""
         # A scale that fp16 needs goes on in wider formats, and is there when it returns.
-        self._prepared.change(self._planned(), keep_scale=self._ladder.rung > 0)
+        self._prepared.set_policy(self._planned(), keep_scale=self._ladder.rung > 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the changes to come."""
         seen = [
-            [step, [list(t) for t in found], list(unsafe_to_lower)]
-            for step, found, unsafe_to_lower in self._seen
+            [step, [list(t) for t in matched], list(unsafe_to_lower)]
+            for step, matched, unsafe_to_lower in self._seen
         ]
         ladder = asdict(self._ladder)
         return {"adaptation": self._adaptation.state_dict(), "seen": seen, "ladder": ladder}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError, blamed_on
+from narrowcast.errors import ConfigError, blamed_on
 from narrowcast.hardware.randomness import seed_everything
 from narrowcast.precision.nested import map_tensors, tensors_in
 from narrowcast.training.signals import STOPPING
@@ -40,9 +40,9 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.samples == 0:
-            raise RecipeError("The training data must hold at least one sample, got 0. Add data.")
+            raise ConfigError("The training data must hold at least one sample, got 0. Add data.")
         if self.batch_size > self.samples:
-            raise RecipeError(
+            raise ConfigError(
                 f"batch_size must be at most the number of training samples, {self.samples}, got "
                 f"{self.batch_size}. Write batch_size={self.samples} or less, or add data."
             )
@@ -249,7 +249,7 @@ def _whole_number(items: object) -> int:
     except TypeError:
         count = -1
     if count < 0 or isinstance(items, bool):
-        raise RecipeError(
+        raise ConfigError(
             f"items of the task returned {items!r} for a batch; return how many it holds, a whole "
             "number"
         )
@@ -289,7 +289,7 @@ def _copied_ahead(batches: Batches, device: torch.device, *, depth: int) -> Batc
             yield ready
 
 
-def batches_of(task: Task, recipe: Recipe, *, start: int, device: torch.device) -> BatchStream:
+def make_batches(task: Task, recipe: Recipe, *, start: int, device: torch.device) -> BatchStream:
     """Return the batches of a run from the one numbered `start` on, as its recipe asks for them."""
     return BatchStream(
         task.train_data,

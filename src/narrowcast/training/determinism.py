@@ -12,7 +12,7 @@ CUBLAS_WORKSPACE = ":4096:8"
 
 
 @contextmanager
-def deterministic_kernels(asked: bool) -> Iterator[None]:
+def deterministic_kernels(requested: bool) -> Iterator[None]:
     """Use only deterministic kernels inside the block, if `asked`.
 
     On a GPU the backward pass of attention adds up in whatever order its threads come, so two runs
@@ -20,7 +20,7 @@ def deterministic_kernels(asked: bool) -> Iterator[None]:
     take up to twice as long without that. A CPU needs none of it. An operation that has no
     deterministic kernel raises `RuntimeError`.
     """
-    if not asked:
+    if not requested:
         yield
         return
     # Read by cuBLAS when it starts, and by torch at every product.

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from narrowcast.errors import RecipeError, blamed_on
-from narrowcast.hardware.randomness import randomness_kept
+from narrowcast.errors import ConfigError, blamed_on
+from narrowcast.hardware.randomness import preserve_rng
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord, TaskInfo
 from narrowcast.runs.task_info import AVERAGED
@@ -24,12 +24,12 @@ def evaluate(prepared: Prepared, task: Task) -> dict[str, float]:
     """
     model = prepared.model
     device = next(model.parameters()).device
-    with randomness_kept(device), in_eval_mode(model), torch.no_grad():
-        with prepared.compute():
+    with preserve_rng(device), in_eval_mode(model), torch.no_grad():
+        with prepared.autocast():
             metrics = _measured(task, model)
         _require_declared(metrics, task.info)
-        if prepared.has_average:
-            with prepared.averaged(), prepared.compute():
+        if prepared.has_ema:
+            with prepared.use_ema(), prepared.autocast():
                 averaged = _measured(task, model)
             metrics |= {f"{AVERAGED}{key}": value for key, value in averaged.items()}
     return metrics
@@ -100,33 +100,33 @@ def _measured(task: Task, model: nn.Module) -> dict[str, float]:
 def _numbers(metrics: object) -> dict[str, float]:
     """Return metrics as plain numbers; tensors and NumPy's scalars are, if of one element."""
     if not isinstance(metrics, Mapping):
-        raise RecipeError(
+        raise ConfigError(
             f"the task's evaluation returned a {type(metrics).__name__}; return a dict of numbers "
             'by name, e.g. {"accuracy": 0.9}'
         )
-    found = {}
+    result = {}
     for name, value in metrics.items():
         try:
             if isinstance(value, bool | str):
                 raise TypeError
-            found[str(name)] = float(value)
+            result[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise RecipeError(
+            raise ConfigError(
                 f"the task's evaluation returned {name}={value!r}, which is not a number; return "
                 "one, e.g. tensor.mean().item()"
             ) from None
-    return found
+    return result
 
 
 def _require_declared(metrics: Mapping[str, float], info: TaskInfo) -> None:
     declared = [metric.name for metric in info.metrics]
     if unknown := [name for name in metrics if name not in declared]:
-        raise RecipeError(
+        raise ConfigError(
             f"the task's evaluation returned {', '.join(unknown)}, and info.metrics declares "
             f"{', '.join(declared)}; add a Metric for each, which says whether higher is better"
         )
     if info.headline.name not in metrics:
-        raise RecipeError(
+        raise ConfigError(
             f"the task's evaluation returned {', '.join(metrics) or 'nothing'}, and not "
             f"{info.headline.name}, the first of info.metrics, by which runs are compared"
         )

@@ -89,14 +89,14 @@ class Observer:
         yield from self._findings.step(record, scaling=scaling)
         while self._readings and self._readings[0][0] <= record.step:
             _, reading = self._readings.popleft()
-            for told in reading.records():
-                yield told
-                if isinstance(told, HealthRecord) and not explained:
-                    self.looked = told.step
+            for message in reading.records():
+                yield message
+                if isinstance(message, HealthRecord) and not explained:
+                    self.looked = message.step
                     scaled = scaling is not None and record.loss_scale > scaling.min_scale
                     self.unsafe_to_lower = reading.unsafe_to_lower(scaled=scaled)
                     yield from self._findings.look(
-                        told, scaling=scaling, loss_scale=record.loss_scale
+                        message, scaling=scaling, loss_scale=record.loss_scale
                     )
 
     @contextlib.contextmanager

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from narrowcast.config.common_sections import OptimizerSection
-from narrowcast.errors import RecipeError
-from narrowcast.precision.weights.side_by_side import SideBySide
+from narrowcast.errors import ConfigError
+from narrowcast.precision.weights.multi_optimizer import SideBySide
 from narrowcast.training.parameter_groups import as_torch_groups
 from narrowcast.training.task import ParameterGroup
 
@@ -32,13 +32,13 @@ def build_optimizer(
     by_settings: dict[OptimizerSection, list[dict[str, Any]]] = {}
     for group in groups:
         own = group.optimizer or settings
-        if found := as_torch_groups(group, own):
-            by_settings.setdefault(own, []).extend(found)
+        if matches := as_torch_groups(group, own):
+            by_settings.setdefault(own, []).extend(matches)
     if not by_settings:
-        raise RecipeError("the model has no parameter that trains: every requires_grad is false")
+        raise ConfigError("the model has no parameter that trains: every requires_grad is false")
     # The recipe's first: its learning rate is the one that records tell.
     ordered = sorted(by_settings.items(), key=lambda item: item[0] != settings)
-    built = [_built(own, found, device=device) for own, found in ordered]
+    built = [_built(own, result, device=device) for own, result in ordered]
     return built[0] if len(built) == 1 else SideBySide(built)
 
 
@@ -60,7 +60,7 @@ def _built(
             return torch.optim.Adafactor(groups, lr=lr)
 
 
-def moments_of(settings: OptimizerSection) -> int:
+def moment_count(settings: OptimizerSection) -> int:
     """Return how many numbers torch's optimizer keeps for each weight."""
     with_momentum = int(settings.momentum > 0)
     match settings.name:

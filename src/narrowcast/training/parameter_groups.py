@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from narrowcast.config.common_sections import OptimizerSection
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.training.task import ParameterGroup, Task
 
 FROZEN_UNTIL = "frozen_until"
@@ -16,7 +16,7 @@ SHOWN = 3
 """Parameters that a message names; the first ones tell the rest."""
 
 
-def groups_of(task: Task) -> Sequence[ParameterGroup] | None:
+def get_groups(task: Task) -> Sequence[ParameterGroup] | None:
     """Return the groups of a task, once they are whole, and freeze what they call frozen.
 
     None where it asks for none. Refuses a parameter in two groups, a trained one in none, and one
@@ -26,7 +26,7 @@ def groups_of(task: Task) -> Sequence[ParameterGroup] | None:
         return None
     groups = list(task.parameter_groups(task.model))
     if strange := [group for group in groups if not isinstance(group, ParameterGroup)]:
-        raise RecipeError(
+        raise ConfigError(
             f"the task's parameter_groups returned a {type(strange[0]).__name__} among its groups; "
             "return a list of narrowcast.ParameterGroup(parameters=…)"
         )
@@ -34,15 +34,15 @@ def groups_of(task: Task) -> Sequence[ParameterGroup] | None:
     grouped = [parameter for group in groups for parameter in group.parameters]
     if strangers := [p for p in grouped if p not in names]:
         shapes = [f"one of shape {tuple(p.shape)}" for p in strangers]
-        raise RecipeError(f"parameter groups hold {_listed(shapes)} that the model does not have")
+        raise ConfigError(f"parameter groups hold {_listed(shapes)} that the model does not have")
     if twice := [names[p] for p, count in Counter(grouped).items() if count > 1]:
-        raise RecipeError(
+        raise ConfigError(
             f"{_listed(twice)}: in two parameter groups; a parameter learns in one way, so leave "
             "it out of one of them"
         )
     learning = set(grouped)
     if missing := [n for p, n in names.items() if p.requires_grad and p not in learning]:
-        raise RecipeError(
+        raise ConfigError(
             f"{_listed(missing)}: in no parameter group, so it would never learn; add it to one, "
             "or to a group with frozen=True"
         )

@@ -9,14 +9,14 @@ from narrowcast.config.common_sections import PrecisionSection
 from narrowcast.config.limits import UNSETTLED
 from narrowcast.config.phases import ConditionSection, PhaseSection, Until, last_step
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import NarrowcastError, RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, NarrowcastError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.precision.plan.diff import formats_text
-from narrowcast.precision.plan.gains import Running
+from narrowcast.precision.plan.gains import Execution
 from narrowcast.precision.plan.memory import Memory
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import Policy
-from narrowcast.training.optimizers import moments_of
+from narrowcast.training.optimizers import moment_count
 
 TASK_ROW = "task"
 """What plan.json calls the row that `precision.task` decided on."""
@@ -25,7 +25,7 @@ _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
 
-def phases_of(precision: PrecisionSection) -> tuple[PhaseSection, ...]:
+def get_phases(precision: PrecisionSection) -> tuple[PhaseSection, ...]:
     """Return the phases of a run, each with its own policy; one where there is no schedule."""
     return tuple(
         phase.model_copy(
@@ -42,7 +42,7 @@ def plan_phases(
     recipe: Recipe, model: nn.Module, *, hardware: Hardware, gemm_rows: int
 ) -> tuple[Plan, ...]:
     """Plan every phase of a run, or say all that is wrong with any of them."""
-    phases = phases_of(recipe.precision)
+    phases = get_phases(recipe.precision)
     if len(phases) == 1:
         return (_planned(recipe, phases[0], model, hardware=hardware, gemm_rows=gemm_rows),)
     return each_phase(
@@ -70,22 +70,22 @@ def plan_recipe_model(
         hardware=hardware,
         overrides=precision.overrides if overrides is None else overrides,
         emulate=precision.emulate,
-        moments=moments_of(recipe.optimizer),
+        moments=moment_count(recipe.optimizer),
         gemm_rows=gemm_rows,
-        only_faster=precision.only_faster,
+        skip_slow_fp8=precision.skip_slow_fp8,
         fuse=precision.fuse,
         memory=Memory(**recipe.memory.model_dump()),
-        running=_running(recipe),
+        execution=_running(recipe),
     )
 
 
-def _running(recipe: Recipe) -> Running:
+def _running(recipe: Recipe) -> Execution:
     """Return how the steps of a recipe are run on a GPU that can capture them."""
     captured = recipe.cuda_graph
     if captured is None:  # too large a model is not, but of its layers no device waits for the host
-        saving = recipe.memory.checkpoint != "none"
-        captured = not (saving or recipe.deterministic or recipe.faults)
-    return "captured" if captured else "compiled" if recipe.compile else "eager"
+        saving = recipe.memory.activation_checkpointing != "none"
+        captured = not (saving or recipe.deterministic or recipe.fault_injection)
+    return "graphed" if captured else "compiled" if recipe.compile else "eager"
 
 
 def each_phase(items: Iterable[_Item], ask: Callable[[_Item], _Answer]) -> tuple[_Answer, ...]:
@@ -94,11 +94,11 @@ def each_phase(items: Iterable[_Item], ask: Callable[[_Item], _Answer]) -> tuple
     for number, item in enumerate(items, start=1):
         try:
             answers.append(ask(item))
-        except (RecipeError, UnsupportedError) as error:
+        except (ConfigError, UnsupportedError) as error:
             text = f"phase {number} of precision.schedule: {error}"
             problems.append(type(error)(text))
     if problems:
-        worst = next((p for p in problems if isinstance(p, RecipeError)), problems[0])
+        worst = next((p for p in problems if isinstance(p, ConfigError)), problems[0])
         raise type(worst)("\n".join(map(str, problems)))
     return tuple(answers)
 
@@ -112,24 +112,24 @@ def phases_json(
     and its end as texts, its bytes by role, its modules as a plan lists them, and in one text the
     formats of each. `task_row` is what `precision.task` decided on.
     """
-    told = plans[0].to_json()
+    info = plans[0].to_json()
     if task_row is not None:
-        told[TASK_ROW] = dict(task_row)
+        info[TASK_ROW] = dict(task_row)
     if len(plans) > 1:
-        told["phases"] = [
+        info["phases"] = [
             {
-                "policy": text_of(phase, plan),
+                "policy": phase_text(phase, plan),
                 "until": end_text(phase.until, steps=recipe.steps),
                 "bytes": dict(plan.bytes),
                 "modules": [module.to_json() for module in plan.modules],
                 "formats": {module.name: formats_text(module, plan) for module in plan.modules},
             }
-            for phase, plan in zip(phases_of(recipe.precision), plans, strict=True)
+            for phase, plan in zip(get_phases(recipe.precision), plans, strict=True)
         ]
-    return told
+    return info
 
 
-def text_of(phase: PhaseSection, plan: Plan) -> str:
+def phase_text(phase: PhaseSection, plan: Plan) -> str:
     """Return a phase's policy as it was written; where that is `auto`, what it stands for."""
     if phase.policy is None or phase.policy.startswith("auto"):
         return str(plan.policy)

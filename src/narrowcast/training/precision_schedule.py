@@ -17,8 +17,14 @@ from narrowcast.errors import CheckpointError
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord, StepRecord
-from narrowcast.training.phase_plans import each_phase, end_text, phases_of, plan_phases, text_of
-from narrowcast.training.setup import loss_scales_of
+from narrowcast.training.phase_plans import (
+    each_phase,
+    end_text,
+    get_phases,
+    phase_text,
+    plan_phases,
+)
+from narrowcast.training.setup import make_loss_scales
 from narrowcast.training.task import Task
 
 WHOLE = "*"
@@ -26,7 +32,7 @@ WHOLE = "*"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class ScheduleProgress:
     """How far a run is in its schedule; part of what a checkpoint keeps."""
 
     phase: int = 0
@@ -39,7 +45,7 @@ class Progress:
     met_at: int | None = None
     """The step whose record met the phase's condition."""
 
-    def after(self, record: StepRecord, until: Until | None) -> "Progress":
+    def after(self, record: StepRecord, until: Until | None) -> "ScheduleProgress":
         """Return the progress once a step is known, in a phase with this end."""
         if self.met_at is not None or not isinstance(until, ConditionSection):
             return self
@@ -65,17 +71,17 @@ class PrecisionSchedule:
 
     def __init__(self, prepared: Prepared, recipe: Recipe, *, task: Task) -> None:
         self._prepared, self._steps = prepared, recipe.steps
-        self._scale = loss_scales_of(recipe.precision.loss_scale, task)
+        self._scale = make_loss_scales(recipe.precision.loss_scale, task)
         self._phases: Sequence[PhaseSection] = ()
         self._plans: Sequence[Plan] = ()
-        self._progress = Progress()
+        self._progress = ScheduleProgress()
         if recipe.precision.schedule:
-            self._phases, hardware = phases_of(recipe.precision), prepared.plan.hardware
+            self._phases, hardware = get_phases(recipe.precision), prepared.plan.hardware
             self._plans = plan_phases(
                 recipe, prepared.model, hardware=hardware, gemm_rows=task.gemm_rows
             )
-            refuse = partial(prepared.engine.refuse_impossible, loss_scale=self._scale)
-            each_phase(self._plans, refuse)  # before the run, not in it
+            check = partial(prepared.engine.check_plan_change, loss_scale=self._scale)
+            each_phase(self._plans, check)  # before the run, not in it
 
     def note(self, record: StepRecord) -> None:
         """Take in what became of a step, each once and in their order."""
@@ -90,14 +96,14 @@ class PrecisionSchedule:
         """Begin the phase that follows this step; one that is over before it begins is left out."""
         before, reason = self._progress.phase, self._reason()
         while self.is_due(step):
-            self._progress = Progress(phase=self._progress.phase + 1, since=step + 1)
+            self._progress = ScheduleProgress(phase=self._progress.phase + 1, since=step + 1)
         now = self._progress.phase
         self.apply_phase()
         record = PrecisionRecord(
             step=step + 1,
             module=WHOLE,
-            before=text_of(self._phases[before], self._plans[before]),
-            after=text_of(self._phases[now], self._plans[now]),
+            before=phase_text(self._phases[before], self._plans[before]),
+            after=phase_text(self._phases[now], self._plans[now]),
             reason=f"phase {now + 1} of {len(self._phases)} begins: {reason}",
         )
         return [record]
@@ -110,7 +116,7 @@ class PrecisionSchedule:
         # A policy that was widened to this one has kept a scale, to return with.
         needless = engine.scales.value is not None and not policy.needs_loss_scale
         if self._prepared.plan.policy != policy or needless:
-            self._prepared.change(self._plan, loss_scale=self._scale)
+            self._prepared.set_policy(self._plan, loss_scale=self._scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the run is."""
@@ -123,7 +129,7 @@ class PrecisionSchedule:
                 f"the checkpoint is of phase {state['phase'] + 1} of a schedule, and the recipe's "
                 f"has {len(self._phases)}; write the precision.schedule the run began with"
             )
-        self._progress = Progress(**{**state, "losses": tuple(state["losses"])})
+        self._progress = ScheduleProgress(**{**state, "losses": tuple(state["losses"])})
         self.apply_phase()
 
     @property

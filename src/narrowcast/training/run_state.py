@@ -4,18 +4,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, final
 
-from narrowcast.config.load import settings_of
+from narrowcast.config.load import flat_settings
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.hardware.randomness import capture_randomness, restore_randomness
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.precision.step.saved_state import state_of
+from narrowcast.precision.step.saved_state import collect_state
 from narrowcast.runs import FindingRecord
-from narrowcast.training.checkpoints.data_identity import DataIdentity, identity_of
+from narrowcast.training.checkpoints.data_identity import DataIdentity, identify_data
 from narrowcast.training.checkpoints.frozen import FrozenWeights
-from narrowcast.training.checkpoints.parts import part_of
+from narrowcast.training.checkpoints.parts import blamed_on_part
 from narrowcast.training.checkpoints.resume import require_same_model, shapes
-from narrowcast.training.checkpoints.settings import decisive_differences, places_in, told
+from narrowcast.training.checkpoints.settings import (
+    decisive_differences,
+    difference_text,
+    places_in,
+)
 from narrowcast.training.task import Hook, Task
 
 
@@ -33,7 +37,7 @@ class Progress:
         return replace(self, step=self.step + 1, batches=self.batches + batches)
 
 
-class Part(Protocol):
+class StatePart(Protocol):
     """A part of a run that has a state."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,7 +54,7 @@ class RunState:
         task: Task,
         recipe: Recipe,
         *,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, StatePart],
         frozen: FrozenWeights,
     ) -> None:
         """Take the parts by the names they have in a checkpoint."""
@@ -70,7 +74,7 @@ class RunState:
     def _identify_data(self) -> DataIdentity:
         """Return which data this is; it is looked at once."""
         if self._data is None:
-            self._data = identity_of(self._task, workers=self._recipe.data.workers)
+            self._data = identify_data(self._task, workers=self._recipe.data.workers)
         return self._data
 
     def captured(self, progress: Progress) -> dict[str, Any]:
@@ -78,12 +82,12 @@ class RunState:
         others = [name for name in self._parts if name != "prepared"]
         parts = {name: self._parts[name].state_dict() for name in others}
         # Not copied here: it is written, or copied to the host, before the next step.
-        now = state_of(self._prepared.engine)
-        parts["prepared"], frozen = self._frozen.left_out_of(now)
+        now = collect_state(self._prepared.engine)
+        parts["prepared"], frozen = self._frozen.split_frozen(now)
         return {
             **asdict(progress),
             "data": self._identify_data().to_json(),
-            "settings": settings_of(self._recipe),
+            "settings": flat_settings(self._recipe),
             "shapes": shapes(self._prepared.model),
             "random": capture_randomness(self._device),
             "hooks": {name: _saved(hook) for name, hook in self._hooks.items()},
@@ -115,28 +119,28 @@ class RunState:
                 "; resume it with the version of the workload it was begun with"
             )
         here = self._identify_data()
-        with part_of(step, "data"):
+        with blamed_on_part(step, "data"):
             difference = here.differs_from(state["data"])
         if difference:
-            self._refuse_data(difference, step=step, accepted="data" in accept)
+            self._check_data(difference, step=step, accepted="data" in accept)
         if step > self._recipe.steps:
-            raise RecipeError(
+            raise ConfigError(
                 f"steps={self._recipe.steps}: the run is at step {step} already; "
                 f"write steps={step} or more"
             )
 
     def _require_settings(self, saved: Mapping[str, Any], *, step: int) -> None:
-        here = settings_of(self._recipe)
+        here = flat_settings(self._recipe)
         # One that only a newer or an older version has could not be put right.
         both = {key: value for key, value in here.items() if key in saved}
         places = places_in(type(self._recipe.data))
         if keys := decisive_differences({key: saved[key] for key in both}, both, places=places):
             raise CheckpointError(
                 f"the checkpoint of step {step} is of a run with other settings: "
-                f"{told(keys, saved, here)}; resume it with those, or start a new run"
+                f"{difference_text(keys, saved, here)}; resume it with those, or start a new run"
             )
 
-    def _refuse_data(self, difference: str, *, step: int, accepted: bool) -> None:
+    def _check_data(self, difference: str, *, step: int, accepted: bool) -> None:
         if not accepted:
             raise CheckpointError(
                 f"the data is not that of the checkpoint of step {step}: {difference}; put the "
@@ -166,21 +170,21 @@ class RunState:
             if name not in self._parts:
                 continue
             part: Any = self._parts[name]
-            with part_of(step, shown):
+            with blamed_on_part(step, shown):
                 saved = state[name]
                 if part is self._prepared:
                     saved = self._frozen.put_back_into(saved, state.get("frozen", {}))
                 part.load_state_dict(saved)
         for name, hook in self._hooks.items():
             assert hook.load_state_dict is not None
-            with part_of(step, f"hook {name}"):
+            with blamed_on_part(step, f"hook {name}"):
                 hook.load_state_dict(state["hooks"][name])
         return Progress(step=step, batches=state["batches"], evaluated=state["evaluated"])
 
     def restore_randomness(self, state: dict[str, Any]) -> list[FindingRecord]:
         """Let random numbers go on where they were; return what the run is not continued by."""
         step = state["step"]
-        with part_of(step, "random state"):
+        with blamed_on_part(step, "random state"):
             if restore_randomness(state["random"], self._device):
                 return self._accepted
             saved_on = state["random"]["device"]["type"]

@@ -48,9 +48,9 @@ def lr_factor(
             case "constant":
                 return 1.0
             case "linear":
-                return 1.0 - (1.0 - settings.final) * progress
+                return 1.0 - (1.0 - settings.min_lr_ratio) * progress
             case "cosine":
                 fall = (1.0 + math.cos(math.pi * progress)) / 2
-                return settings.final + (1.0 - settings.final) * fall
+                return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * fall
 
     return factor

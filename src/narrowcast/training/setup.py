@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from narrowcast.config.common.strategy import StrategySection
 from narrowcast.config.common_sections import LossScaleSection
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.hardware.profile import StepProfile
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.gradients.loss_scale import LossScale
@@ -17,7 +17,7 @@ from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.training.optimizers import build_optimizer
-from narrowcast.training.parameter_groups import FROZEN_UNTIL, groups_of
+from narrowcast.training.parameter_groups import FROZEN_UNTIL, get_groups
 from narrowcast.training.schedules import lr_factors
 from narrowcast.training.signals import Home
 from narrowcast.training.task import Task
@@ -30,10 +30,10 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
     """
     model, settings = task.model, recipe.precision.loss_scale
     device = next(model.parameters()).device
-    optimizer = build_optimizer(recipe.optimizer, model, device=device, groups=groups_of(task))
+    optimizer = build_optimizer(recipe.optimizer, model, device=device, groups=get_groups(task))
     frozen_until = [group[FROZEN_UNTIL] for group in optimizer.param_groups]
     strategy = recipe.strategy
-    stretch = strategy.stretch if strategy.is_hybrid else 1.0
+    stretch = strategy.lr_horizon if strategy.is_hybrid else 1.0
     factors = lr_factors(
         recipe.lr_schedule, recipe.steps, frozen_until=frozen_until, stretch=stretch
     )
@@ -43,37 +43,37 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
         policy=plan,
         clip_norm=recipe.clip_norm,
         scheduler=LambdaLR(optimizer, factors),
-        loss_scale=loss_scales_of(settings, task) if plan.policy.needs_loss_scale else None,
+        loss_scale=make_loss_scales(settings, task) if plan.policy.needs_loss_scale else None,
         scale_groups=settings.scale_groups,
         ema_decay=recipe.ema.decay,
-        patience=settings.patience,
-        lookahead=lookahead_of(strategy),
+        max_skipped_steps=settings.max_skipped_steps,
+        lookahead=make_lookahead(strategy),
     )
     log = prepared.engine.log
     log.wording = replace(log.wording, in_recipe=True)
     return prepared
 
 
-def lookahead_of(strategy: StrategySection) -> Lookahead | None:
+def make_lookahead(strategy: StrategySection) -> Lookahead | None:
     """Return the point that gradients are taken at; None: the weights themselves."""
     if not strategy.has_lookahead:
         return None
     settings = strategy.lookahead
     return Lookahead(
-        pull=settings.pull,
-        share=settings.share,
+        interpolation=settings.interpolation,
+        rate=settings.rate,
         storage=settings.storage,
         begins_after=strategy.lookahead_after,
     )
 
 
-def loss_scales_of(settings: LossScaleSection, task: Task) -> LossScale | dict[str, LossScale]:
+def make_loss_scales(settings: LossScaleSection, task: Task) -> LossScale | dict[str, LossScale]:
     """Return the loss scale that a recipe asks for; one for each loss that has its own."""
-    scale = loss_scale_of(settings)
+    scale = make_loss_scale(settings)
     return dict.fromkeys(task.scaled_losses, scale) or scale
 
 
-def loss_scale_of(settings: LossScaleSection) -> LossScale:
+def make_loss_scale(settings: LossScaleSection) -> LossScale:
     """Return the loss scale that a recipe asks for."""
     return LossScale(
         init_scale=settings.init_scale,
@@ -87,18 +87,18 @@ def loss_scale_of(settings: LossScaleSection) -> LossScale:
     )
 
 
-def faults_of(prepared: Prepared, recipe: Recipe) -> Faults | None:
+def make_faults(prepared: Prepared, recipe: Recipe) -> Faults | None:
     """Return the faults that a recipe asks for; None where it asks for none."""
-    asked = [Fault(**section.model_dump()) for section in recipe.faults]
-    return Faults(prepared.model, asked, seed=recipe.seed) if asked else None
+    requested = [Fault(**section.model_dump()) for section in recipe.fault_injection]
+    return Faults(prepared.model, requested, seed=recipe.seed) if requested else None
 
 
-def profile_of(recipe: Recipe, *, device: torch.device, home: Home | None) -> StepProfile | None:
+def make_profile(recipe: Recipe, *, device: torch.device, home: Home | None) -> StepProfile | None:
     """Return what looks closely at the steps that a recipe names; None where it names none."""
     if not recipe.profile.steps:
         return None
     if home is None:
-        raise RecipeError(
+        raise ConfigError(
             f"profile.steps={recipe.profile.steps}: a trace needs a folder, and this run has none; "
             "give one, or write profile.steps=0"
         )

@@ -48,13 +48,13 @@ class Stop:
     """Whether the run has been asked to end."""
 
     home: Home | None = None
-    asked_by: signal.Signals | None = None
+    received: signal.Signals | None = None
 
     @property
     def why(self) -> str:
         """What the run should end for; empty while it may go on."""
-        if self.asked_by is not None:
-            return self.asked_by.name
+        if self.received is not None:
+            return self.received.name
         return "the loss of its folder" if self.home is not None and self.home.lost else ""
 
     def ended_after(self, step: int) -> Interrupted:
@@ -84,7 +84,7 @@ def stop_on_signals(home: Home | None = None) -> Iterator[Stop]:
             signal.signal(number, before[asking])
             signal.raise_signal(number)
         noted.add(asking)
-        stop.asked_by = stop.asked_by or asking
+        stop.received = stop.received or asking
 
     if threading.current_thread() is not threading.main_thread():
         yield stop

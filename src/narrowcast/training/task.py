@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from narrowcast.config.common_sections import OptimizerSection
-from narrowcast.errors import RecipeError, blamed_on
+from narrowcast.errors import ConfigError, blamed_on
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import TaskInfo
@@ -96,9 +96,9 @@ class ParameterGroup:
         for name in ("lr", "lr_factor", "weight_decay"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
-                raise RecipeError(f"{name}={value!r} of a parameter group: write 0 or more")
+                raise ConfigError(f"{name}={value!r} of a parameter group: write 0 or more")
         if not 0 <= self.frozen_until < 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"frozen_until={self.frozen_until!r} of a parameter group: write a share of the "
                 "run, 0 to less than 1; what never learns is frozen=True"
             )
@@ -133,14 +133,14 @@ class Hook:
 
     def __post_init__(self) -> None:
         if (self.state_dict is None) is not (self.load_state_dict is None):
-            raise RecipeError(
+            raise ConfigError(
                 f"hook {self.name!r} has one of state_dict and load_state_dict; give both, or none"
             )
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class HeldOut:
+class EvalBatches:
     """What `Task.evaluate` looks at, in parts, for those who need to look at a few only."""
 
     parts: int
@@ -151,7 +151,7 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         if self.parts < 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"held-out data in parts={self.parts}: write how many there are, 1 or more, or "
                 "leave held_out out"
             )
@@ -176,12 +176,12 @@ class Task:
     info: TaskInfo = TaskInfo()  # noqa: RUF009  # frozen
     """What is counted, and how the task is judged."""
 
-    held_out: HeldOut | None = None
+    held_out: EvalBatches | None = None
     """What `evaluate` looks at, in parts; none: whoever compares weights evaluates each in full."""
     data_digest: Callable[[], str] | None = None
     """Returns a text that is another one for other data, to train or to judge on, so that a run is
     not continued on other data unawares; none: samples of `train_data` are looked at."""
-    together: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    prepare_microbatches: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     """Is given the micro-batches of a step, on the device, and returns as many: so that each knows
     how much it counts, where they hold unequally much. None: all count alike."""
     collate: Callable[[Any], Any] | None = None
@@ -196,52 +196,52 @@ class Task:
     write_results: Callable[[Path, Prepared], None] | None = None
     """Writes the task's own files to the run folder, when all steps are done and the weights
     saved; again, if that was interrupted."""
-    weights_in: str = ""
+    weights_path: str = ""
     """The file or folder of the run in which `write_results` leaves the weights, e.g. `adapter`:
     for models of which a small part is trained. Empty: all weights go to `model.safetensors`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module) or next(self.model.parameters(), None) is None:
-            raise RecipeError(
+            raise ConfigError(
                 f"the task's model is a {type(self.model).__name__} without parameters; give the "
                 "torch.nn.Module that is to be trained"
             )
         data = self.train_data
         by_number = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
         if not hasattr(data, "__len__") or not by_number or isinstance(data, IterableDataset):
-            raise RecipeError(
+            raise ConfigError(
                 f"the task's train_data is a {type(data).__name__}; it needs len() and samples by "
                 "number, so that a run can be resumed with its next batch. Give a list of what it "
                 "yields, or a dataset with __len__ and __getitem__"
             )
         if not isinstance(self.gemm_rows, int) or self.gemm_rows < 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"gemm_rows={self.gemm_rows!r}: write how many rows a linear layer multiplies at "
                 "once, 1 or more; for samples that are vectors, the batch size"
             )
         if unknown := [name for name in self.scaled_losses if name not in self.info.loss_parts]:
-            raise RecipeError(
+            raise ConfigError(
                 f"scaled_losses names {', '.join(unknown)}, and info.loss_parts has "
                 f"{', '.join(self.info.loss_parts) or 'none'}; name parts of the loss"
             )
-        if self.weights_in and self.write_results is None:
-            raise RecipeError(
-                f"weights_in={self.weights_in!r}, and there is no write_results to write them "
-                "there; give one, or leave weights_in out"
+        if self.weights_path and self.write_results is None:
+            raise ConfigError(
+                f"weights_path={self.weights_path!r}, and there is no write_results to write them "
+                "there; give one, or leave weights_path out"
             )
         names = [hook.name for hook in self.hooks]
         if len(set(names)) != len(names):
-            raise RecipeError(f"two hooks of one name: {', '.join(names)}; each needs its own")
+            raise ConfigError(f"two hooks of one name: {', '.join(names)}; each needs its own")
 
     @torch.no_grad()
     def as_one_step(self, batches: list[Batch]) -> list[Batch]:
         """Return the micro-batches of a step as the task wants them together."""
-        if self.together is None:
+        if self.prepare_microbatches is None:
             return batches
         with blamed_on("together of the task"):
-            joined = list(self.together(batches))
+            joined = list(self.prepare_microbatches(batches))
         if len(joined) != len(batches):
-            raise RecipeError(
+            raise ConfigError(
                 f"together of the task was given {len(batches)} micro-batches and returns "
                 f"{len(joined)}; return as many"
             )

@@ -17,16 +17,16 @@ from typing import Any, final
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import DivergedError
 from narrowcast.hardware.async_copy import AsyncCopy
-from narrowcast.hardware.randomness import randomness_kept, seed_everything
+from narrowcast.hardware.randomness import preserve_rng, seed_everything
 from narrowcast.health.diagnose.investigator import Investigator
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord, Record
 from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoints.export import write_results
 from narrowcast.training.checkpoints.frozen import FrozenWeights
-from narrowcast.training.checkpoints.parts import part_of
+from narrowcast.training.checkpoints.parts import blamed_on_part
 from narrowcast.training.checkpoints.saving import Saving
-from narrowcast.training.data import BatchStream, batches_of
+from narrowcast.training.data import BatchStream, make_batches
 from narrowcast.training.determinism import deterministic_kernels
 from narrowcast.training.ending.best_weights import BestWeights
 from narrowcast.training.ending.early_stopping import EarlyStopping, run_end
@@ -34,7 +34,7 @@ from narrowcast.training.evaluation import evaluate, not_finite
 from narrowcast.training.observing import Observer
 from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.run_state import Progress, RunState
-from narrowcast.training.setup import faults_of, profile_of
+from narrowcast.training.setup import make_faults, make_profile
 from narrowcast.training.signals import FixedHome, Home, Stop, stop_on_signals
 from narrowcast.training.step.in_flight import Attempt, InFlight
 from narrowcast.training.step.stepping import Stepper
@@ -67,7 +67,7 @@ def train(
     a checkpoint and `Interrupted`.
     """
     home = FixedHome(folder) if isinstance(folder, Path) else folder
-    course = _Course(prepared, task, recipe, home=home, strategy=strategy)
+    course = _TrainLoop(prepared, task, recipe, home=home, strategy=strategy)
     try:
         course.begin_at(resume, accept=accept)
     except BaseException:  # Ctrl-C too: the model must not keep the probes of a run that never was
@@ -77,7 +77,7 @@ def train(
 
 
 @final
-class _Course:
+class _TrainLoop:
     """A run: what it trains, and how far it has come."""
 
     def __init__(
@@ -95,15 +95,15 @@ class _Course:
         self._schedule = PrecisionSchedule(prepared, recipe, task=task)
         self._schedule.apply_phase()
         self._adapter = Adapter(prepared, recipe, gemm_rows=task.gemm_rows)
-        profile = profile_of(recipe, device=self._device, home=self._home)
+        profile = make_profile(recipe, device=self._device, home=self._home)
         every, own = recipe.health.every, self._adapter.own
         self._observer = Observer(prepared, every=every, seed=recipe.seed, own=own, profile=profile)
         self._stepper = Stepper(prepared, task, recipe)
         self._investigator = Investigator(
             prepared,
-            self._stepper.loss_of,
-            verdicts=recipe.health.verdicts,
-            faults=faults_of(prepared, recipe),
+            self._stepper.compute_loss,
+            diagnose=recipe.health.diagnose,
+            faults=make_faults(prepared, recipe),
             backward=self._stepper.backward,
         )
         self._vital_signs = VitalSigns(prepared, task, home=self._home)
@@ -146,12 +146,12 @@ class _Course:
                 self._state.identify()
             return
         self._state.require_own(state, accept=accept)
-        with randomness_kept(self._device), self._observer.probes_removed():
-            with part_of(state["step"], "schedule"):
+        with preserve_rng(self._device), self._observer.probes_removed():
+            with blamed_on_part(state["step"], "schedule"):
                 self._schedule.restore(state["schedule"])
-            with part_of(state["step"], "strategy"):
+            with blamed_on_part(state["step"], "strategy"):
                 self._strategy.restore_formats(state.get("strategy", {}))
-            with part_of(state["step"], "adapter"):
+            with blamed_on_part(state["step"], "adapter"):
                 self._adapter.restore(state["adapter"])
             self._progress = self._state.restore(state)
             self._state.restore_randomness(state)  # to see that it can be, when the run goes on
@@ -175,7 +175,7 @@ class _Course:
         seed_everything(recipe.seed)
         if state is not None:
             yield from self._state.restore_randomness(state)
-        data = batches_of(task, recipe, start=self._progress.batches, device=self._device)
+        data = make_batches(task, recipe, start=self._progress.batches, device=self._device)
         with stop_on_signals(self._home) as stop, data, deterministic_kernels(recipe.deterministic):
             if state is None:
                 task.before_first_step(self._prepared)
@@ -197,7 +197,7 @@ class _Course:
         yield from self._save_if_lacking()
         self._vital_signs.require_alive(self._progress.step, self._investigator.named)
         yield from self._strategy.summary(self._progress.step)
-        best = self._best_weights.put_in_place() or self._strategy.put_answer()
+        best = self._best_weights.load_into_model() or self._strategy.put_answer()
         if self._home is not None:
             end = run_end(self._early_stopping, recipe, step=self._progress.step)
             write_results(self._prepared, task, self._home.path(), end=end, best=best)
@@ -221,19 +221,19 @@ class _Course:
         step = self._progress.step
         measure = partial(evaluate, self._prepared, self._task)
         try:
-            judged, told = self._strategy.evaluate(step, measure)
+            judged, message = self._strategy.evaluate(step, measure)
         except Exception:  # the task's: whatever it is, it goes on
             yield from self._save_if_lacking()  # the steps so far are worth keeping
             raise
         self._progress = replace(self._progress, evaluated=step)
-        words = self._prepared.engine.log.wording
-        found = not_finite(judged.metrics, bad_weights(self._prepared), step=step, lr=words.lr)
-        records: list[Record] = [judged, *found]
+        terms = self._prepared.engine.log.wording
+        result = not_finite(judged.metrics, bad_weights(self._prepared), step=step, lr=terms.lr)
+        records: list[Record] = [judged, *result]
         for record in records:
             self._vital_signs.note(record)
             self._early_stopping.note(record)
             yield record
-        yield from told
+        yield from message
         if self._early_stopping.improvement.best_step == step:
             self._best_weights.keep(step, answer=self._strategy.answer)
         self._since = time.perf_counter()
@@ -284,7 +284,7 @@ class _Course:
     def _attempt(self, data: BatchStream) -> Attempt:
         """Queue one step: forward and backward of each micro-batch, then the update."""
         batches, items = list[Batch](), 0
-        for batch in islice(data, self._recipe.accumulate):
+        for batch in islice(data, self._recipe.gradient_accumulation_steps):
             batches.append(batch)
             items += data.items
         batches = self._task.as_one_step(batches)
@@ -308,15 +308,15 @@ class _Course:
     def _read(self, *, leaving: int) -> Iterator[Record]:
         """Yield the records of the attempts in flight but the last `leaving`. Waits for them."""
         while len(self._in_flight) > leaving:
-            record, told, now = self._in_flight.landed(since=self._since)
+            record, notice, now = self._in_flight.landed(since=self._since)
             # A look into a bad step is not the next one's time; all else is, as a GPU works on.
-            self._since = time.perf_counter() if told.findings else now
+            self._since = time.perf_counter() if notice.findings else now
             self._schedule.note(record)
             self._vital_signs.note(record)
             self._strategy.note(record)
             yield record
-            yield from told.findings
-            yield from self._adapter.observed(self._observer, record, told)
+            yield from notice.findings
+            yield from self._adapter.observed(self._observer, record, notice)
 
     def _save(self) -> Iterator[Record]:
         yield from self._saving.save(self._progress)

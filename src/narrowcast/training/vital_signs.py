@@ -13,7 +13,7 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Record
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.vitals import Vitals
-from narrowcast.training.checkpoints.checkpoint import checkpoints, load_checkpoint, step_of
+from narrowcast.training.checkpoints.checkpoint import checkpoint_step, checkpoints, load_checkpoint
 from narrowcast.training.checkpoints.export import WEIGHTS
 from narrowcast.training.signals import Home
 from narrowcast.training.task import Task
@@ -26,9 +26,9 @@ def bad_weights(prepared: Prepared) -> str:
     """
     weights = prepared.engine.weights
     names = weights.names
-    found = _not_finite(dict(zip(names, weights.all, strict=True)))
-    if found:
-        return f"{len(found)} of {len(names)} weights are not finite, the first {found[0]}"
+    matches = _not_finite(dict(zip(names, weights.all, strict=True)))
+    if matches:
+        return f"{len(matches)} of {len(names)} weights are not finite, the first {matches[0]}"
     if weights.average is None:
         return ""
     averages = _not_finite(dict(zip(names, weights.average.averages, strict=True)))
@@ -44,7 +44,7 @@ class VitalSigns:
 
     def __init__(self, prepared: Prepared, task: Task, *, home: Home | None) -> None:
         self._prepared, self._headline, self._home = prepared, task.info.headline.name, home
-        self._exported = task.weights_in or WEIGHTS
+        self._exported = task.weights_path or WEIGHTS
         self._vitals, self._bad_from = Vitals(), 0
 
     def note(self, record: Record) -> None:
@@ -67,14 +67,14 @@ class VitalSigns:
         wrong = self._vitals.diverged
         if not wrong:
             return
-        words = self._prepared.engine.log.wording
+        terms = self._prepared.engine.log.wording
         if not self._vitals.applied and self._scale_still_falls():
-            smaller = words.loss_scale("init_scale")
+            smaller = terms.loss_scale("init_scale")
             error = DivergedError(wrong, f"The loss scale still falls: try a smaller {smaller}")
         else:
-            error = named(DivergedError(wrong, f"Try a lower {words.lr}, or a wider policy"))
-        told = str(error).rstrip(".")
-        raise DivergedError(f"the run has diverged: {told}", self._left(step))
+            error = named(DivergedError(wrong, f"Try a lower {terms.lr}, or a wider policy"))
+        message = str(error).rstrip(".")
+        raise DivergedError(f"the run has diverged: {message}", self._left(step))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run is judged by too."""
@@ -97,30 +97,30 @@ class VitalSigns:
             return ""
         folder = self._home.path()
         exported = folder / self._exported
-        told = "is that of an earlier end of this run" if exported.exists() else "was not written"
+        notice = "is that of an earlier end of this run" if exported.exists() else "was not written"
         if not self._vitals.weights:
-            return f"{exported} {told}; the weights are in the last checkpoint"
+            return f"{exported} {notice}; the weights are in the last checkpoint"
         finite = self._newest_finite(folder / "checkpoints", before=step)
         if finite is None:
-            return f"{exported} {told}, and there is no checkpoint with finite weights"
+            return f"{exported} {notice}, and there is no checkpoint with finite weights"
         resume = f"`{resume_command(folder)}`"
         return (
-            f"{exported} {told}; {finite} is the newest checkpoint with finite weights: remove "
+            f"{exported} {notice}; {finite} is the newest checkpoint with finite weights: remove "
             f"those after it, and {resume} goes on from there"
         )
 
     def _newest_finite(self, folder: Path, *, before: int) -> Path | None:
         trained = self._prepared.engine.weights.names
         for path in reversed(checkpoints(folder)):
-            if step_of(path) >= before:
+            if checkpoint_step(path) >= before:
                 continue
             try:
                 saved = load_checkpoint(path)["prepared"]
             except CheckpointError:
                 continue
-            kept = {name: saved["weights"][name] for name in trained if name in saved["weights"]}
+            stored = {name: saved["weights"][name] for name in trained if name in saved["weights"]}
             averages = {str(i): average for i, average in enumerate(saved["average"] or ())}
-            if not _not_finite(kept) and not _not_finite(averages):
+            if not _not_finite(stored) and not _not_finite(averages):
                 return path
         return None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from narrowcast.config.registry import Registry
-from narrowcast.errors import RecipeError, UnsupportedError, blamed_on
+from narrowcast.errors import ConfigError, UnsupportedError, blamed_on
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ BUILT_IN: Mapping[str, str] = {
 REGISTRY = Registry(BUILT_IN)
 
 
-def sections_of(workload: str) -> config.Sections:
+def workload_sections(workload: str) -> config.Sections:
     """Return the recipe sections of `workload`, without importing torch."""
     return cast("config.Sections", REGISTRY.workload(workload).load("sections"))
 
@@ -45,9 +45,9 @@ def recipe_files() -> dict[str, Path]:
 
 def shipped_recipes() -> list[tuple[str, str]]:
     """Return the name and the one-line description of each of them."""
-    from narrowcast.config.shipped import description_of
+    from narrowcast.config.shipped import read_description
 
-    return [(name, description_of(path)) for name, path in recipe_files().items()]
+    return [(name, read_description(path)) for name, path in recipe_files().items()]
 
 
 def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> config.LoadedRecipe:
@@ -55,9 +55,9 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> config.Loa
     from narrowcast import config
 
     if isinstance(overrides, str):
-        raise RecipeError(f"overrides are a list of KEY=VALUE words; write [{overrides!r}]")
+        raise ConfigError(f"overrides are a list of KEY=VALUE words; write [{overrides!r}]")
 
-    return config.load_recipe(source, overrides, sections=sections_of, shipped=recipe_files())
+    return config.load_recipe(source, overrides, sections=workload_sections, shipped=recipe_files())
 
 
 def build_task(recipe: config.Recipe, *, device: torch.device) -> Task:
@@ -65,18 +65,18 @@ def build_task(recipe: config.Recipe, *, device: torch.device) -> Task:
 
     Parameters that its groups call frozen are, from here on.
     """
-    from narrowcast.training.parameter_groups import groups_of
+    from narrowcast.training.parameter_groups import get_groups
     from narrowcast.training.task import Task
 
     build = REGISTRY.workload(recipe.workload).load("task")
     with blamed_on(f"the function that builds the task of workload {recipe.workload}"):
         task = build(recipe, device=device)
     if not isinstance(task, Task):
-        raise RecipeError(
+        raise ConfigError(
             f"workload {recipe.workload} returns a {type(task).__name__} for its task; it must be "
             "a narrowcast.Task"
         )
-    groups_of(task)
+    get_groups(task)
     return task
 
 

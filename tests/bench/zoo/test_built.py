@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from narrowcast.bench.zoo.built import as_built, build_mine, parse_builder
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 CPU = torch.device("cpu")
 X, Y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
@@ -69,7 +69,7 @@ class Frozen(nn.Linear):
     ],
 )
 def test_a_builder_that_returns_no_model_and_batch_raises(returned, answer):
-    with pytest.raises(RecipeError, match=answer):
+    with pytest.raises(ConfigError, match=answer):
         as_built(returned, CPU)
 
 
@@ -83,13 +83,13 @@ def test_a_builder_that_returns_no_model_and_batch_raises(returned, answer):
 )
 def test_a_loss_that_cannot_be_trained_raises(loss_fn, answer):
     made = as_built((model(), loss_fn, X), CPU)
-    with pytest.raises(RecipeError, match=answer):
+    with pytest.raises(ConfigError, match=answer):
         made.loss_fn(made.model, *made.inputs)
 
 
 @pytest.mark.parametrize("text", ["build", "mine.py:build", "mine:", ":build", "mine:a.b"])
 def test_a_builder_name_without_module_and_function_raises(text):
-    with pytest.raises(RecipeError, match=r"must be package\.module:build"):
+    with pytest.raises(ConfigError, match=r"must be package\.module:build"):
         parse_builder(text)
 
 
@@ -102,9 +102,9 @@ def test_a_builder_is_found_in_the_current_folder(tmp_path, monkeypatch):
     )
     made = build_mine("own_zoo_model:build", CPU)
     assert made.loss_fn(made.model, *made.inputs).shape == ()
-    with pytest.raises(RecipeError, match="own_zoo_model has no function bild"):
+    with pytest.raises(ConfigError, match="own_zoo_model has no function bild"):
         build_mine("own_zoo_model:bild", CPU)
-    with pytest.raises(RecipeError, match="there is no module own_zoo_modle in"):
+    with pytest.raises(ConfigError, match="there is no module own_zoo_modle in"):
         build_mine("own_zoo_modle:build", CPU)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from narrowcast.bench.zoo.models import ZOO, build_model, select_models
 from narrowcast.bench.zoo.ways import make_step, trials
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 CPU = torch.device("cpu")
 MILLIONS = {
@@ -66,5 +66,5 @@ def test_models_are_named_or_all():
     assert select_models(["vit-l", "unet", "vit-l"], mine=None) == ("vit-l", "unet")
     assert select_models([], mine="a.b:c") == ("a.b:c",)
     assert select_models(["unet"], mine="a.b:c") == ("a.b:c", "unet")
-    with pytest.raises(RecipeError, match="Did you mean resnet-50"):
+    with pytest.raises(ConfigError, match="Did you mean resnet-50"):
         select_models(["resnet50"], mine=None)

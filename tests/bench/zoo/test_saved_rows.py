@@ -4,7 +4,7 @@ import pytest
 
 from narrowcast.bench.zoo.saved_rows import SavedRows
 from narrowcast.bench.zoo.ways import AMP, BF16, ZooTrial
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 ABOUT = {"bench": "models", "device": "d", "torch": "2", "quick": True, "cold_caches": True}
 ONE = ZooTrial(model="unet", way=AMP, mode="eager")
@@ -28,7 +28,7 @@ def test_rows_are_read_again_and_failed_ones_are_tried_again(tmp_path):
 def test_rows_that_cannot_be_compared_raise(tmp_path, name):
     path = tmp_path / "rows.json"
     SavedRows(path, about=ABOUT).add(ONE, FIGURES)
-    with pytest.raises(RecipeError, match=f"has rows of {name} {ABOUT[name]} instead of other"):
+    with pytest.raises(ConfigError, match=f"has rows of {name} {ABOUT[name]} instead of other"):
         SavedRows(path, about=ABOUT | {name: "other"})
 
 
@@ -40,6 +40,6 @@ def test_rows_that_cannot_be_compared_raise(tmp_path, name):
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     path = tmp_path / "rows.json"
     path.write_text(text)
-    with pytest.raises(RecipeError, match="was not written by this bench"):
+    with pytest.raises(ConfigError, match="was not written by this bench"):
         SavedRows(path, about=ABOUT)
     assert path.read_text() == text

@@ -16,7 +16,7 @@ from narrowcast.bench.zoo.ways import (
     make_step,
     trials,
 )
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.precision.plan.presets import policy_from
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def test_graphs_are_ours_and_only_where_there_are_some():
     ],
 )
 def test_unknown_ways_and_modes_raise(ways, modes, answer):
-    with pytest.raises(RecipeError, match=answer):
+    with pytest.raises(ConfigError, match=answer):
         trials(["unet"], ways=ways, modes=modes)
 
 

@@ -44,7 +44,7 @@ def step(number: int, *, applied: bool = True, why: str = "") -> StepRecord:
         loss=2.5,
         loss_scale=1024.0,
         applied=applied,
-        why=why,
+        skip_reason=why,
         grad_norm=1.0,
         lr=0.1,
         lost_updates=None,
@@ -133,7 +133,7 @@ def test_text_in_brackets_is_shown_as_it_is(console, clock):
 @pytest.mark.parametrize(("width", "fits"), [(1000, True), (80, False)])
 def test_parts_of_the_loss_are_shown_where_they_fit(width, fits, clock):
     console = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
-    record = replace(step(1), parts={"reconstruction": 2.25, "sparsity_penalty": 0.25})
+    record = replace(step(1), loss_parts={"reconstruction": 2.25, "sparsity_penalty": 0.25})
     with RunDisplay(console, Tally(steps=1), task=TOKENS, scaled=False) as display:
         display.show(record)
     told = "loss 2.500 (reconstruction 2.250, sparsity penalty 0.2500)" if fits else "loss 2.500  "

@@ -1,6 +1,6 @@
-"""What a strategy does is told in a line, with what it was judged by."""
+"""What a strategy does is strategy_line in a line, with what it was judged by."""
 
-from narrowcast.cli.view.strategy import told
+from narrowcast.cli.view.strategy import strategy_line
 from narrowcast.runs import StrategyRecord
 from narrowcast.runs.task_info import TaskInfo
 
@@ -13,13 +13,13 @@ def readout(**values):
 
 
 def test_a_read_out_says_on_how_many_batches_it_was_chosen():
-    line = told(readout(trained=1.5, average=1.6), TaskInfo())
+    line = strategy_line(readout(trained=1.5, average=1.6), TaskInfo())
     assert line.startswith("step 20 read out: trained (trained 1.500, average 1.600): best loss")
     assert line.endswith("on 3 of 40 held-out batches")
 
 
 def test_where_there_was_nothing_to_choose_nothing_is_told():
-    assert told(readout(trained=1.5), TaskInfo()) == ""
+    assert strategy_line(readout(trained=1.5), TaskInfo()) == ""
 
 
 def jump(what, **values):
@@ -30,5 +30,5 @@ def jump(what, **values):
 
 
 def test_a_jump_is_shown_with_its_result():
-    line = told(jump("line, 1 step: rejected", horizon=1.0), TaskInfo())
+    line = strategy_line(jump("line, 1 step: rejected", horizon=1.0), TaskInfo())
     assert line == "step 62: jump by line, 1 step: rejected: the loss rose by 0.1"

@@ -182,7 +182,7 @@ def test_a_bad_number_that_goes_in_is_the_batchs(name, bad, policy):
     batch["x"].view(-1)[3] = bad
     verdict = nc.explain(run, [batch], loss_of)
     assert (verdict.origin, verdict.module, verdict.remedy) == ("data", "", None)
-    assert f"holds {WORDS.get(bad, 'a NaN')} at batch['x'][0, " in verdict.told
+    assert f"holds {WORDS.get(bad, 'a NaN')} at batch['x'][0, " in verdict.sentence
     assert verdict.kind == ("nan" if math.isnan(bad) else "large" if bad == 1e30 else "inf")
 
 
@@ -193,7 +193,7 @@ def test_a_bad_target_is_the_batchs(name, bad):
     batch["y"][2, 1] = bad
     verdict = nc.explain(run, [batch], loss_of)
     assert (verdict.origin, verdict.sample) == ("data", 2)
-    assert "at batch['y'][2, 1], 1 of 12 values" in verdict.told
+    assert "at batch['y'][2, 1], 1 of 12 values" in verdict.sentence
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -212,7 +212,7 @@ def test_a_mask_that_leaves_nothing_to_attend_to_is_blamed(policy):
     batch["mask"] = torch.full((LENGTH, LENGTH), -math.inf)
     verdict = nc.explain(run, [batch], loss_of)
     assert verdict.origin == "data"
-    assert "a negative infinity at batch['mask'][0, 0], 25 of 25 values" in verdict.told
+    assert "a negative infinity at batch['mask'][0, 0], 25 of 25 values" in verdict.sentence
 
 
 @pytest.mark.pairwise
@@ -302,7 +302,7 @@ def test_a_module_that_makes_a_negative_infinity_is_named_where_it_does_harm():
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
     verdict = nc.explain(run, [torch.randn(4, WIDTH)], lambda x: model(x).mean())
     assert (verdict.module, verdict.role, verdict.origin) == ("1", "output", "model")
-    assert verdict.told.startswith("1 output became infinite")
+    assert verdict.sentence.startswith("1 output became infinite")
 
 
 class Pair(NamedTuple):
@@ -346,7 +346,7 @@ def test_a_bad_number_is_found_however_a_batch_is_nested(wrap, where):
             case _:
                 return loss_of(batch.y)
 
-    assert nc.explain(run, [wrap(x)], loss_of).told.startswith(
+    assert nc.explain(run, [wrap(x)], loss_of).sentence.startswith(
         f"the batch itself holds a negative infinity at {where}, 1 of 32 values"
     )
 
@@ -361,7 +361,7 @@ def test_what_a_loss_hands_to_the_model_itself_is_found_by_the_arguments_name():
 
     verdict = nc.explain(run, [None], loss_of)
     assert verdict.origin == "data"
-    assert verdict.told.startswith(
+    assert verdict.sentence.startswith(
         "what the model is given holds a negative infinity at x[1, 2, 3], 1 of 160 values"
     )
 
@@ -372,7 +372,7 @@ def test_a_batch_that_gradients_are_asked_of_is_a_batch_too():
     x = torch.ones(4, WIDTH)
     x[3, 2] = -math.inf
     verdict = nc.explain(run, [x.requires_grad_()], lambda batch: model(batch).mean())
-    assert verdict.told.startswith("the batch itself holds a negative infinity at batch[3, 2]")
+    assert verdict.sentence.startswith("the batch itself holds a negative infinity at batch[3, 2]")
 
 
 def test_one_number_alone_may_be_bad_and_tensors_that_hold_none_may_be_there():
@@ -385,4 +385,4 @@ def test_one_number_alone_may_be_bad_and_tensors_that_hold_none_may_be_there():
         "weight": torch.tensor(math.nan),
     }
     verdict = nc.explain(run, [batch], lambda b: model(torch.ones(1, WIDTH)).mean() * b["weight"])
-    assert "a NaN at batch['weight'], 1 of 1 values" in verdict.told
+    assert "a NaN at batch['weight'], 1 of 1 values" in verdict.sentence

@@ -42,7 +42,7 @@ def test_a_batch_that_holds_a_nan_is_blamed_with_the_sample_and_the_micro_batch(
     assert named(verdict) == ("", "batch", kind, "forward", "data")
     assert (verdict.sample, verdict.micro_batch, verdict.micro_batches) == (17, 2, 3)
     word = "a NaN" if kind == "nan" else "an infinity" if bad > 0 else "a negative infinity"
-    assert verdict.told == (
+    assert verdict.sentence == (
         f"the batch itself holds {word} at batch[0][17, 3], 1 of 320 values (micro-batch 2 of 3)"
     )
 
@@ -63,8 +63,10 @@ def test_a_product_that_fp16_cannot_hold_is_an_overflow_of_that_output(net, batc
         run.model.blocks[0].down.weight.fill_(6e4)  # fits, and so does what goes in
     verdict = nc.explain(run, [batch()], loss_of)
     assert named(verdict) == ("blocks.0.down", "output", "inf", "forward", "model")
-    assert verdict.told.startswith("blocks.0.down output overflowed fp16 (amax inf, micro-batch 1")
-    assert "weight of 6.0e4, both finite" in verdict.told
+    assert verdict.sentence.startswith(
+        "blocks.0.down output overflowed fp16 (amax inf, micro-batch 1"
+    )
+    assert "weight of 6.0e4, both finite" in verdict.sentence
     assert verdict.advice().startswith('try policy="fp16; blocks.0.down: bf16; head: bf16')
 
 
@@ -82,14 +84,16 @@ def test_an_input_that_fp16_cannot_hold_is_an_overflow_where_it_is_cast(net, bat
     x[2, 2] = 7e4  # a number like any other in fp32, in which it comes
     verdict = nc.explain(run, [(x, y)], loss_of)
     assert named(verdict) == ("first", "input", "large", "forward", "model")
-    assert verdict.told.startswith("first input overflowed fp16 (amax 7.0e4, micro-batch 1 of 1)")
+    assert verdict.sentence.startswith(
+        "first input overflowed fp16 (amax 7.0e4, micro-batch 1 of 1)"
+    )
 
 
 def test_a_loss_that_its_own_arithmetic_makes_infinite_is_blamed_itself(net, batch):
     run, loss_of = net("fp32")
     verdict = nc.explain(run, [batch()], lambda each: (loss_of(each) * 0.0).log())
     assert named(verdict) == ("", "loss", "inf", "forward", "model")
-    assert verdict.told.startswith("the loss became infinite")
+    assert verdict.sentence.startswith("the loss became infinite")
 
 
 def test_a_gradient_that_only_the_backward_pass_makes_nan_is_found_there(net, batch):
@@ -134,7 +138,7 @@ def test_gradients_that_only_their_sum_makes_infinite_are_found(net, batch):
         run, [batch()] * 3, lambda each: run.model.head.bias.sum() * 1.5e19 + 0 * each[0].sum()
     )
     assert (verdict.module, verdict.role, verdict.phase) == ("head", "grad_weight", "backward")
-    assert "the norm of their sum is not" in verdict.told
+    assert "the norm of their sum is not" in verdict.sentence
 
 
 class Masking(nn.Module):
@@ -182,7 +186,7 @@ def test_activation_checkpointing_does_not_change_what_is_named(net, batch, reen
         block.drop.register_full_backward_pre_hook(lambda _, grads: [g * math.nan for g in grads])
     verdict = nc.explain(run, [batch()], loss_of)
     block.forward = plain
-    assert nc.explain(run, [batch()], loss_of).place == verdict.place
+    assert nc.explain(run, [batch()], loss_of).location == verdict.location
 
 
 def everything(run):
@@ -219,7 +223,7 @@ def test_asking_changes_nothing_even_between_two_backward_passes(net, batch, ste
     run, loss_of = net(policy, ema_decay=0.9)
     for seed in range(3):
         step(run, loss_of, [batch(seed)])
-    with run.compute():
+    with run.autocast():
         loss = loss_of(batch(4))
     run.backward(loss)
     before = everything(run)

@@ -11,8 +11,8 @@ from narrowcast.health.diagnose.investigator import AGAIN, FREE, SHARE, Investig
 
 def told(net, batch, step, bad, *, verdicts=True, policy="bf16"):
     """Take steps, those in `bad` with an infinity in the stream; return the accounts of all."""
-    run, loss_of = net(policy, patience=10**6)
-    investigator = Investigator(run, loss_of, verdicts=verdicts)
+    run, loss_of = net(policy, max_skipped_steps=10**6)
+    investigator = Investigator(run, loss_of, diagnose=verdicts)
     accounts = []
     for number, is_bad in enumerate(bad, start=1):
         factor = torch.tensor(math.inf if is_bad else 1.0)
@@ -70,7 +70,7 @@ def test_without_verdicts_nothing_is_kept_and_nothing_replayed(net, batch, step)
 
 def test_what_a_replay_does_not_show_is_said_with_the_names_there_are(net, batch, step):
     run, loss_of = net("bf16")
-    investigator = Investigator(run, loss_of, verdicts=True)
+    investigator = Investigator(run, loss_of, diagnose=True)
     replay_inputs = investigator.before([batch()])
     run.model.between = partial(torch.mul, torch.tensor(math.inf))
     outcome = step(run, loss_of, [batch()])
@@ -88,7 +88,7 @@ def test_a_replay_that_finds_no_memory_does_not_end_the_run(net, batch, step):
     def exhausted(each):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    investigator = Investigator(run, exhausted, verdicts=True)
+    investigator = Investigator(run, exhausted, diagnose=True)
     replay_inputs = investigator.before([batch()])
     run.model.between = partial(torch.mul, torch.tensor(math.inf))
     outcome = step(run, loss_of, [batch()])
@@ -101,7 +101,7 @@ def test_a_replay_that_finds_no_memory_does_not_end_the_run(net, batch, step):
 def test_an_investigator_goes_on_counting_after_a_resume(net, batch, step):
     _, investigator = told(net, batch, step, [True] * 3)
     run, loss_of = net("bf16")
-    other = Investigator(run, loss_of, verdicts=True)
+    other = Investigator(run, loss_of, diagnose=True)
     other.load_state_dict(investigator.state_dict())
     state = other.state_dict()
     assert (state["replays"], state["row"]) == (1, 3)
@@ -110,7 +110,7 @@ def test_an_investigator_goes_on_counting_after_a_resume(net, batch, step):
 def test_a_run_that_gives_up_names_what_was_found_in_the_steps_that_led_to_it(net, batch, step):
     given = DivergedError("50 steps in a row", "Look at head")
     _, investigator = told(net, batch, step, [True] * 3)
-    resumed = Investigator(*net("bf16"), verdicts=True)
+    resumed = Investigator(*net("bf16"), diagnose=True)
     resumed.load_state_dict(investigator.state_dict())
     for each in (investigator, resumed):
         assert str(each.named(given)).startswith("50 steps in a row. In step 1 blocks.1 input")
@@ -128,7 +128,7 @@ def test_a_row_is_explained_by_its_verdict_until_a_good_step_or_other_formats(ne
 
 
 def test_what_outgrew_its_format_is_told_in_the_whole_row_and_after_a_resume(net, batch, step):
-    run, loss_of = net("fp16", patience=10**6)
+    run, loss_of = net("fp16", max_skipped_steps=10**6)
     run.model.between = partial(torch.mul, torch.tensor(1e8))
 
     def account(investigator, number):
@@ -139,7 +139,7 @@ def test_what_outgrew_its_format_is_told_in_the_whole_row_and_after_a_resume(net
             number, outcome, loss=math.inf, replay_inputs=replay_inputs, moved=lambda: False
         )
 
-    first, second = (Investigator(run, loss_of, verdicts=True) for _ in range(2))
+    first, second = (Investigator(run, loss_of, diagnose=True) for _ in range(2))
     told = [account(first, 1), account(first, 2)]
     second.load_state_dict(first.state_dict())
     told.append(account(second, 3))

@@ -146,7 +146,7 @@ def test_what_is_advised_makes_the_step_finite(case):
     assert text != "fp16"
     again = prepared(plain, text)
     for _ in range(20):  # a loss scale may still have to give way
-        with again.compute():
+        with again.autocast():
             loss = loss_of(plain(batch), batch)
         outcome = again.step(loss)
         if outcome.applied:
@@ -230,19 +230,19 @@ def test_what_is_tried_leaves_the_model_as_it_was(policy):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = nc.prepare(model, optimizer, policy=policy, emulate=True, **groups)
     data = torch.randn(8, 16)
-    with run.compute():
+    with run.autocast():
         loss = model(data).square().mean()
     run.step(loss)
     before = [(type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]
     plan, entry, fp8 = run.plan, run.engine.entry, run.engine.fp8
-    with run.compute():
+    with run.autocast():
         expected = model(data)
     verdict = nc.explain(run, [data], lambda b: model(b * 1e18 * 1e18).mean())
     assert verdict is not None
     after = [(type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]
     assert after == before
     assert (run.plan, run.engine.entry, run.engine.fp8) == (plan, entry, fp8)
-    with run.compute():
+    with run.autocast():
         assert torch.equal(model(data), expected)
 
 

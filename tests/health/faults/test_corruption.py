@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.health.faults.corruption import corrupted, spot_of
+from narrowcast.health.faults.corruption import corrupted, unravel
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -41,6 +41,6 @@ def test_gradients_pass_as_if_nothing_had_been_replaced():
 @given(st.integers(0, 2**48), st.lists(st.integers(1, 5), max_size=4))
 def test_every_index_is_a_spot_of_every_tensor(index, shape):
     tensor = torch.zeros(shape)
-    tensor[spot_of(tensor, index)] = 1.0
+    tensor[unravel(tensor, index)] = 1.0
     assert tensor.sum() == 1.0
     assert tensor.flatten()[index % tensor.numel()] == 1.0

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.health.diagnose.passes import ReplayInputs
 from narrowcast.health.diagnose.replay import replay
 from narrowcast.health.faults.faults import Fault, Faults
@@ -21,7 +21,7 @@ def faults_of(run, *, seed=0, **settings):
 def faulty_step(run, loss_of, batches, faults):
     for number, each in enumerate(batches, start=1):
         with faults.during(number):
-            with run.compute():
+            with run.autocast():
                 loss = loss_of(each)
             run.backward(loss / len(batches))
     return run.step()
@@ -34,14 +34,14 @@ def faulty_step(run, loss_of, batches, faults):
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("value", ["inf", "nan", "large"])
 def test_a_fault_is_skipped_named_and_gone_afterwards(net, batch, step, policy, role, value):
-    run, loss_of = net(policy, patience=3)
+    run, loss_of = net(policy, max_skipped_steps=3)
     step(run, loss_of, [batch(9)])
     faults = faults_of(run, role=role, value=value, micro_batch=2).at(1)
-    before = {name: t.clone() for name, t in run.full_weights().items()}
+    before = {name: t.clone() for name, t in run.fp32_state_dict().items()}
     given = [batch(0), batch(1), batch(2)]
     replay_inputs = ReplayInputs.before(run, given)
     outcome = faulty_step(run, loss_of, given, faults)
-    after = run.full_weights()
+    after = run.fp32_state_dict()
     if value == "large" and outcome.applied:
         # An outlier that a norm divides away: nothing is left of it that anybody could see.
         assert role == "output"
@@ -74,7 +74,7 @@ def hit(run, loss_of, batch, *, seed=0, **settings):
     handle = run.model.blocks[0].drop.register_forward_hook(
         lambda _, args, __: seen.append(args[0])
     )
-    with faults_of(run, seed=seed, **settings).at(1).during(1), run.compute():
+    with faults_of(run, seed=seed, **settings).at(1).during(1), run.autocast():
         loss_of(batch)
     handle.remove()
     return seen[0].isnan().flatten().nonzero().flatten().tolist()
@@ -120,14 +120,14 @@ def test_a_weight_is_itself_again_even_after_an_error(net):
 )
 def test_a_fault_that_cannot_be_is_refused_at_once(net, settings, said):
     run, _ = net()
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         faults_of(run, **settings)
 
 
 def test_a_fault_that_hit_nothing_is_not_passed_over_in_silence(net, batch):
     run, loss_of = net()
     faults = faults_of(run, module="blocks").at(1)  # a list, which nobody calls
-    with pytest.raises(RecipeError, match="blocks has no floating-point output in its passes"):
+    with pytest.raises(ConfigError, match="blocks has no floating-point output in its passes"):
         faulty_step(run, loss_of, [batch()], faults)
 
 
@@ -161,5 +161,5 @@ def test_a_batch_without_rows_has_nothing_to_hit(role):
         with faults.during(1):
             model(torch.ones(0, 4)).sum().backward()
 
-    with pytest.raises(RecipeError, match=f"no floating-point {role}"):
+    with pytest.raises(ConfigError, match=f"no floating-point {role}"):
         passes()

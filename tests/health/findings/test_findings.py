@@ -33,7 +33,7 @@ def look(step, *tensors):
 
 def step(number, loss, **changes):
     facts = {
-        "step": number, "loss": loss, "loss_scale": 1.0, "applied": True, "why": "",
+        "step": number, "loss": loss, "loss_scale": 1.0, "applied": True, "skip_reason": "",
         "grad_norm": 1.0, "lr": 1e-3, "lost_updates": None, "items": 1, "seconds": 0.1,
         "peak_bytes": 1,
     }  # fmt: skip

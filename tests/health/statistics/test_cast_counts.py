@@ -54,7 +54,7 @@ def made(way, *, policy="fp8-delayed"):
         memory_bytes=2**30,
         products=native if way == "kernel" else {},
     )
-    plan = nc.plan(model, policy, hardware=hardware, only_faster=False)
+    plan = nc.plan(model, policy, hardware=hardware, skip_slow_fp8=False)
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), policy=plan)
     assert isinstance(model[0], Fp8Linear if way == "kernel" else EmulatedLinear)
     return run
@@ -83,7 +83,7 @@ def passes(run, step):
     x = batch(step)
     tensors = {"input": x, "weight": run.model[0].weight.detach().clone()}
     tensors["grad_output"] = gradient(step)
-    with run.compute():
+    with run.autocast():
         y = run.model(x)
     run.backward((y.float() * tensors["grad_output"]).sum())
     return tensors
@@ -166,7 +166,7 @@ def test_evaluations_and_replays_are_not_counted(way):
         probes = Probes(run.model, run.plan)
         for step in range(3):
             if looks:
-                with torch.no_grad(), run.compute():
+                with torch.no_grad(), run.autocast():
                     run.model(batch(4))
                 with run.engine.isolated():
                     passes(run, 4)
@@ -182,7 +182,7 @@ def test_a_skipped_step_is_not_counted():
         probes = Probes(run.model, run.plan)
         for step in (0, 1):
             if skips:
-                with run.compute():
+                with run.autocast():
                     loss = run.model(batch(4)).float().sum() * float("inf")
                 assert not run.step(loss).applied
             step_(run, probes, step)
@@ -192,7 +192,7 @@ def test_a_skipped_step_is_not_counted():
 
 def test_a_reading_in_another_format_than_the_casts_takes_no_counts():
     run = made("emulated")
-    with nc.watch(run.model, policy="fp32", every=1) as watch:
+    with nc.monitor(run.model, policy="fp32", every=1) as watch:
         passes(run, 0)
         run.step()
         passes(run, 1)
@@ -210,7 +210,7 @@ def test_an_emulated_cast_counts_the_tokens_of_a_sequence_alike(length):
     loud = torch.ones(64, length, WIDE)
     loud[:, 0] *= 1000.0
     for step, x in enumerate((torch.ones_like(loud), loud)):
-        with run.compute():
+        with run.autocast():
             loss = run.model(x).square().mean()
         run.step(loss)
         told = shares(Reading(probes, step=step).records()[0])

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.hardware import Hardware
 from narrowcast.health.statistics.probes import Probes, _ends_of_chains
 from narrowcast.health.statistics.reading import Reading
@@ -60,7 +60,7 @@ def trained(run, probes=None, *, steps=3, model=None):
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         x = torch.randn(48, 32, generator=generator)
-        with run.compute():
+        with run.autocast():
             loss = (model or run.model)(x).float().square().mean()
         run.backward(loss)
         if probes is not None:
@@ -369,14 +369,14 @@ def test_other_formats_for_a_watched_model_are_refused():
     model, run = made()
     Probes(model, run.plan)
     planned = nc.plan(model, "bf16", hardware=run.plan.hardware)
-    with pytest.raises(RecipeError, match=r"change\(\): this model is watched.*close\(\)"):
-        run.change(planned)
+    with pytest.raises(ConfigError, match=r"set_policy\(\): this model is watched.*close\(\)"):
+        run.set_policy(planned)
 
 
 def test_a_model_is_not_watched_twice():
     model, run = made()
     Probes(model, run.plan)
-    with pytest.raises(RecipeError, match=r"watch\(\): this model is watched"):
+    with pytest.raises(ConfigError, match=r"watch\(\): this model is watched"):
         Probes(model, run.plan)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.health.statistics.sites import site_of
+from narrowcast.health.statistics.sites import make_site
 from narrowcast.health.statistics.what_if import WhatIf, unsafe_to_lower
 from narrowcast.precision.plan.presets import policy_from
 
@@ -14,7 +14,7 @@ def drawn(*, times=1.0):
 
 
 def misfits(policy, role, sample, *, scaled=False):
-    there = [site_of("a", role, policy_from("bf16"), sample=sample)]
+    there = [make_site("a", role, policy_from("bf16"), sample=sample)]
     supposed = WhatIf(there, {"a": policy_from(policy)})
     return [*unsafe_to_lower(supposed.sites, supposed.rows().tolist(), scaled=scaled)]
 
@@ -43,7 +43,7 @@ def test_gradients_that_would_round_to_zero_do_not_fit_and_activations_do(policy
 def test_a_module_is_named_once_and_others_are_not():
     large = drawn(times=1e6)
     sites = [
-        site_of(name, role, policy_from("bf16"), sample=large)
+        make_site(name, role, policy_from("bf16"), sample=large)
         for name in ("a", "b")
         for role in ("input", "output", "update")
     ]
@@ -53,6 +53,6 @@ def test_a_module_is_named_once_and_others_are_not():
 
 
 def test_where_nothing_is_raised_there_is_nothing_to_ask():
-    supposed = WhatIf([site_of("a", "input", policy_from("bf16"), sample=drawn())], {})
+    supposed = WhatIf([make_site("a", "input", policy_from("bf16"), sample=drawn())], {})
     assert supposed.sites == []
     assert supposed.rows().numel() == 0

@@ -58,7 +58,7 @@ def weight_of(full, dtype, master, moments, *, group=0):
     return Weight(
         weight=weight,
         master=master,
-        beside=beside,
+        residual=beside,
         first=first,
         second=second,
         first_scale=scales[0],
@@ -107,11 +107,11 @@ def gradients_of(generator, dtype, *, size=1.0):
 def full_of(w):
     match w.master:
         case "fp32":
-            return w.beside
+            return w.residual
         case "split":
-            return join(w.weight, w.beside)
+            return join(w.weight, w.residual)
         case "kahan":
-            return w.weight.float() + w.beside.float()
+            return w.weight.float() + w.residual.float()
         case _:
             return w.weight.float()
 
@@ -298,9 +298,9 @@ def test_a_split_weight_is_the_fp32_one_taken_apart():
     for _ in range(5):
         gradient = torch.randn(2048, generator=generator).to(DEVICE, torch.bfloat16)
         kernel.step([gradient, gradient], factor=None, finite=None, metered=False)
-    high, low = split(whole.beside)
+    high, low = split(whole.residual)
     assert torch.equal(halves.weight, high)
-    assert torch.equal(halves.beside, low)
+    assert torch.equal(halves.residual, low)
 
 
 @pytest.mark.parametrize(("dtype", "master", "moments"), MAKES)
@@ -426,7 +426,7 @@ def test_chances_are_even_and_know_nothing_of_neighbours_steps_or_tensors(field,
     count = 1 << 20
 
     def chances(step, place):
-        bits = random_bits(count, step=step, place=place, device=torch.device("cpu"))
+        bits = random_bits(count, step=step, position=place, device=torch.device("cpu"))
         return ((bits >> field) & 0xFFFF).double()
 
     chance = chances(step, place)

@@ -42,7 +42,7 @@ def weight_of(full, kept, moments, lead, *, group=0):
     return Weight(
         weight=weight.clone(),
         master=master,
-        beside=beside,
+        residual=beside,
         first=first,
         second=second,
         first_scale=scales[0],
@@ -61,8 +61,8 @@ def weights_of(kept, moments="fp32", lead=torch.float32):
 
 def full_of(w):
     if w.master == "split":
-        return join(w.weight, w.beside)
-    return w.weight.clone() if w.beside is None else w.beside.clone()
+        return join(w.weight, w.residual)
+    return w.weight.clone() if w.residual is None else w.residual.clone()
 
 
 def tensors_of(w):

@@ -15,7 +15,7 @@ from narrowcast.precision.fp8 import linear, shared_inputs
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.plan.presets import PRESETS
-from narrowcast.precision.products.in_force import put_in_force
+from narrowcast.precision.products.active_region import set_active_region
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap
 
@@ -56,12 +56,12 @@ def drawn(seed=1, rows=48):
 
 @contextmanager
 def inside():
-    """A pass, as `compute()` makes one; outside of it nothing is shared."""
-    put_in_force("a model")
+    """A pass, as `autocast()` makes one; outside of it nothing is shared."""
+    set_active_region("a model")
     try:
         yield
     finally:
-        put_in_force(None)
+        set_active_region(None)
 
 
 @pytest.fixture
@@ -147,9 +147,9 @@ def test_several_forward_passes_before_a_backward_pass_keep_their_own_codes(poli
     for shares in (True, False):
         model, _ = heads(policy)
         if shares:
-            put_in_force("a model")
+            set_active_region("a model")
         outputs = [model(drawn(seed)) for seed in range(3)]
-        put_in_force(None)
+        set_active_region(None)
         sum(each.float().sum() for each in outputs).backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
     assert_equal(*grads)
@@ -196,14 +196,14 @@ def test_codes_go_with_their_tensor_and_with_their_pass():
     with inside():
         x = drawn()
         model(x)
-        kept = shared_inputs.kept_in_force()
+        kept = shared_inputs.active_cache()
         assert len(kept) == 1
         del x
         assert len(kept) == 0
         x = drawn()
         model(x)
         assert len(kept) == 1
-    assert shared_inputs.kept_in_force() is None
+    assert shared_inputs.active_cache() is None
 
 
 def test_codes_that_nobody_took_are_let_go_for_the_next():
@@ -212,10 +212,10 @@ def test_codes_that_nobody_took_are_let_go_for_the_next():
     with inside():
         for each in inputs:
             model.q(each)
-        assert len(shared_inputs.kept_in_force()) == 1
+        assert len(shared_inputs.active_cache()) == 1
         for each in inputs:
             model(each)
-        assert len(shared_inputs.kept_in_force()) == shared_inputs.SHARED + 1
+        assert len(shared_inputs.active_cache()) == shared_inputs.SHARED + 1
 
 
 def test_a_scale_that_has_moved_is_used_anew(casts):
@@ -234,7 +234,7 @@ def test_layers_that_part_again_have_what_they_would_have_remembered():
     with inside():
         model(drawn())
     whole.advance(torch.tensor(True))
-    assert whole.reads_of == [0, 0, 0]
+    assert whole.reads_by_name == [0, 0, 0]
     copied = copy.deepcopy(whole)
     assert torch.equal(copied.scale_inv[0, 0], copied.scale_inv[2, 0])
     assert torch.equal(whole.amax[0, 0], whole.amax[2, 0])
@@ -287,7 +287,7 @@ def prepared(policy, device):
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(32), Heads()).to(device)
     # As small as this, no layer would gain by fp8.
-    plan = nc.plan(model, policy, hardware=nc.probe(str(device)), only_faster=False)
+    plan = nc.plan(model, policy, hardware=nc.detect_hardware(str(device)), skip_slow_fp8=False)
     return nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy=plan), model
 
 
@@ -301,7 +301,7 @@ def test_a_prepared_model_learns_the_same_with_one_cast_as_with_three(policy, ca
                 patch.setattr(shared_inputs, "kept_in_force", lambda: None)
             for step in range(3):
                 casts.clear()
-                with run.compute():
+                with run.autocast():
                     loss = model(drawn(step).to(gpu_with_fp8)).float().pow(2).mean()
                 run.step(loss)
                 assert len(casts) == (1 if shares else 3)
@@ -318,7 +318,7 @@ def test_a_captured_pass_casts_what_it_is_replayed_with(policy, leaf, gpu_with_f
 
     def passes():
         given = x if leaf else (x * 1).requires_grad_() * 1
-        with run.compute():
+        with run.autocast():
             return heads_alone(given)
 
     stream = torch.cuda.Stream()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.hardware import Hardware, Support, probe
+from narrowcast.hardware import Hardware, Support, detect_hardware
 from narrowcast.kernels.launch import interpreted
 from narrowcast.numerics import E4M3, scale_for
 from narrowcast.precision.fp8.linear import Fp8Linear
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("fp8_products")
 def hardware():
     """On a CPU, one that claims to have fp8 products, which torch 2.13 has, only slowly."""
     if DEVICE == "cuda":
-        return probe("cuda")
+        return detect_hardware("cuda")
     native = Support(how="native", reason="claimed")
     names = ("fp32", "bf16", "e4m3", "e5m2")
     products = dict.fromkeys(names, native)
@@ -35,7 +35,7 @@ def prepared(policy, *, frozen=False, optimizer=torch.optim.AdamW, **settings):
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).to(DEVICE)
     model[0].weight.requires_grad_(not frozen)
     trained = [p for p in model.parameters() if p.requires_grad]
-    plan = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+    plan = nc.plan(model, policy, hardware=hardware(), skip_slow_fp8=False)
     run = nc.prepare(model, optimizer(trained, lr=0.05), policy=plan, **settings)
     assert isinstance(model[0], Fp8Linear)
     return run
@@ -46,7 +46,7 @@ def x(seed=0):
 
 
 def forward(run, seed=0):
-    with run.compute():
+    with run.autocast():
         return run.model(x(seed))
 
 
@@ -198,8 +198,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(policy):
     second.load_state_dict(first.state_dict())
     for seed in range(4, 8):
         step(second, seed)
-    theirs = straight.full_weights()
-    assert all(torch.equal(theirs[name], value) for name, value in second.full_weights().items())
+    theirs = straight.fp32_state_dict()
+    assert all(torch.equal(theirs[name], value) for name, value in second.fp32_state_dict().items())
 
 
 def test_two_layouts_of_a_byte_each_are_counted_and_a_model_without_fp8_has_none():
@@ -225,7 +225,7 @@ def test_gradients_do_not_saturate_when_the_loss_scale_grows_or_backs_off():
     )
     x, norms, scales = torch.randn(64, 32), [], []
     for step in range(8):
-        with run.compute():
+        with run.autocast():
             loss = model(x).float().square().mean()
         outcome = run.step(loss * (torch.inf if step == 4 else 1.0))
         if outcome.applied:
@@ -242,8 +242,8 @@ def test_scales_of_a_first_step_that_was_skipped_are_taken_back():
     for seed in range(3):
         step(run, seed)
         step(straight, seed)
-    theirs = straight.full_weights()
-    assert all(torch.equal(theirs[name], value) for name, value in run.full_weights().items())
+    theirs = straight.fp32_state_dict()
+    assert all(torch.equal(theirs[name], value) for name, value in run.fp32_state_dict().items())
 
 
 def test_going_back_to_before_the_first_step_makes_the_weight_with_a_scale_of_its_own():
@@ -261,7 +261,7 @@ def test_an_evaluation_of_averaged_weights_leaves_no_trace_in_the_histories():
         step(each)
         for average in each.state_dict()["average"]:
             average.mul_(100)  # far from the weights
-    with run.averaged(), torch.no_grad():
+    with run.use_ema(), torch.no_grad():
         forward(run)
         assert is_current(run.model[0])
     with torch.no_grad():
@@ -290,9 +290,9 @@ def test_a_weight_first_made_in_inference_mode_can_be_trained(policy):
 def test_a_batch_without_rows_has_gradients_of_zero(policy):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).to(DEVICE)
-    plan = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+    plan = nc.plan(model, policy, hardware=hardware(), skip_slow_fp8=False)
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=plan)
-    with run.compute():
+    with run.autocast():
         output = model(x()[:0])
     assert output.shape == (0, 16)
     run.backward(output.float().sum())
@@ -306,18 +306,18 @@ def test_an_evaluation_before_the_first_step_decides_no_scale(emulate):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).to(DEVICE)
         plan = nc.plan(
-            model, "fp8-delayed", hardware=hardware(), only_faster=False, emulate=emulate
+            model, "fp8-delayed", hardware=hardware(), skip_slow_fp8=False, emulate=emulate
         )
         runs.append(nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=plan))
     run, straight = runs
-    with torch.no_grad(), run.compute():
+    with torch.no_grad(), run.autocast():
         run.model(x() * 2.0**20)
     for each in runs:
         step(each)
     mine, theirs = run.state_dict()["amax"], straight.state_dict()["amax"]
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    theirs = straight.full_weights()
-    assert all(torch.equal(theirs[name], value) for name, value in run.full_weights().items())
+    theirs = straight.fp32_state_dict()
+    assert all(torch.equal(theirs[name], value) for name, value in run.fp32_state_dict().items())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -330,20 +330,20 @@ def test_passes_aside_leave_the_course_of_a_run_as_it_is(policy, bad):
     for looks in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).to(DEVICE)
-        plan = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+        plan = nc.plan(model, policy, hardware=hardware(), skip_slow_fp8=False)
         run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), policy=plan)
         for step, x in enumerate(drawn):
             given = x * float("nan") if step in bad else x
             for aside in (True, False) if looks else (False,):
                 with run.engine.isolated() if aside else contextlib.nullcontext():
-                    with run.compute():
+                    with run.autocast():
                         loss = F.mse_loss(run.model(given * 3 if aside else given), given[:, :16])
                     run.backward(loss)
             assert run.step().applied is (step not in bad)
             if looks:
-                with run.engine.isolated(), run.compute():
+                with run.engine.isolated(), run.autocast():
                     run.model(given)
-        ends.append([run.state_dict()["amax"], *run.full_weights().values()])
+        ends.append([run.state_dict()["amax"], *run.fp32_state_dict().values()])
     (histories, *weights), (other_histories, *other_weights) = ends
     assert (histories is None) is (policy != "fp8-delayed")
     for name in histories or {}:
@@ -369,20 +369,20 @@ class Branching(nn.Module):
 def test_a_layer_first_used_in_a_skipped_step_takes_its_scale_from_the_next(native):
     def trained(*, skips):
         model = Branching().to(DEVICE)
-        device, emulate = (hardware(), None) if native else (probe(DEVICE), True)
-        plan = nc.plan(model, "fp8-delayed", hardware=device, only_faster=False, emulate=emulate)
+        device, emulate = (hardware(), None) if native else (detect_hardware(DEVICE), True)
+        plan = nc.plan(model, "fp8-delayed", hardware=device, skip_slow_fp8=False, emulate=emulate)
         run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), policy=plan)
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         for number in range(4):
             model.uses_late = number >= 2
             if number == 2 and skips:
-                with run.compute():
+                with run.autocast():
                     loss = model(x).float().square().mean() * 2.0**100
                 assert not run.step(loss).applied
-            with run.compute():
+            with run.autocast():
                 loss = model(x).float().square().mean()
             assert run.step(loss).applied
-        return run.full_weights()
+        return run.fp32_state_dict()
 
     straight = trained(skips=False)
     for name, value in trained(skips=True).items():
@@ -393,7 +393,7 @@ def test_a_layer_first_used_in_a_skipped_step_takes_its_scale_from_the_next(nati
 def test_a_backward_pass_through_a_weight_that_has_moved_on_is_refused_as_torch_does(policy):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)).to(DEVICE)
-    plan = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+    plan = nc.plan(model, policy, hardware=hardware(), skip_slow_fp8=False)
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=plan)
     before = forward(run).float().sum()
     with torch.no_grad():

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import SGD
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.precision.swap import Onlooker, is_swapped, swap
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.precision.swap import Probe, is_swapped, swap
 
 transformers = pytest.importorskip("transformers")
 
@@ -202,7 +202,7 @@ def test_a_compiler_breaks_nowhere(language_model, sentences):
     tokens, labels = sentences
     run = fused(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with run.compute():
+    with run.autocast():
         found, expected = (
             each(tokens, labels=labels, use_cache=False) for each in (compiled, model)
         )
@@ -215,7 +215,7 @@ def test_what_is_trained_generates_and_is_saved(language_model, sentences, tmp_p
     tokens, labels = sentences
     run = fused(model)
     for _ in range(3):
-        with run.compute():
+        with run.autocast():
             loss = model(tokens, labels=labels).loss
         run.backward(loss)
         run.step()
@@ -229,7 +229,7 @@ def test_what_is_trained_generates_and_is_saved(language_model, sentences, tmp_p
 
 def test_the_plan_tells_what_is_fused_and_why_not(language_model):
     model = language_model("Llama")
-    hardware = nc.probe("cpu")
+    hardware = nc.detect_hardware("cpu")
     plan = nc.plan(model, "fp32", hardware=hardware, fuse=["loss"])
     assert "fused    loss: . (the model itself): taken from hidden states" in str(plan)
     assert plan.to_json()["fused"] == [
@@ -246,13 +246,13 @@ def test_the_plan_tells_what_is_fused_and_why_not(language_model):
 
 
 def test_what_is_no_piece_is_refused_with_those_there_are():
-    with pytest.raises(RecipeError, match=r"there is no such piece; did you mean loss.*write auto"):
-        nc.plan(nn.Linear(2, 2), "fp32", hardware=nc.probe("cpu"), fuse=["los"])
+    with pytest.raises(ConfigError, match=r"there is no such piece; did you mean loss.*write auto"):
+        nc.plan(nn.Linear(2, 2), "fp32", hardware=nc.detect_hardware("cpu"), fuse=["los"])
 
 
 def test_a_named_piece_of_an_unknown_model_is_refused():
     with pytest.raises(UnsupportedError, match="no module of this model is known for it; leave"):
-        nc.plan(nn.Linear(2, 2), "fp32", hardware=nc.probe("cpu"), fuse=["loss"])
+        nc.plan(nn.Linear(2, 2), "fp32", hardware=nc.detect_hardware("cpu"), fuse=["loss"])
 
 
 def test_emulated_products_are_left_alone(language_model):
@@ -269,7 +269,7 @@ def test_on_a_gpu_the_loss_is_that_of_the_same_policy(language_model, sentences,
     for fuse in ("none", ["loss"]):
         model = language_model(family).cuda()
         run = fused(model, policy=policy, fuse=fuse, loss_scale=1.0 if policy == "fp16" else None)
-        with run.compute():
+        with run.autocast():
             loss = model(tokens, labels=labels).loss
         run.backward(loss)
         results.append((loss.detach(), [p.grad.float() for p in model.parameters()]))
@@ -289,9 +289,9 @@ def test_a_copy_is_plain_and_a_change_of_policy_keeps_what_is_fused(language_mod
     copied = copy.deepcopy(model)
     assert type(copied) is transformers.LlamaForCausalLM
     assert copied(tokens, labels=labels).logits is not None
-    run.change("fp32")
+    run.set_policy("fp32")
     assert model(tokens, labels=labels).logits is None
-    run.change(nc.plan(model, "fp32", hardware=run.plan.hardware, fuse="none"))
+    run.set_policy(nc.plan(model, "fp32", hardware=run.plan.hardware, fuse="none"))
     assert model(tokens, labels=labels).logits is not None
 
 
@@ -301,7 +301,7 @@ def test_a_reading_of_health_sees_the_input_of_the_head(language_model, sentence
     tokens, labels = sentences
     seen = []
 
-    class Looks(Onlooker):
+    class Looks(Probe):
         def forward(self, x):
             seen.append("called")
             return super().forward(x)
@@ -309,7 +309,7 @@ def test_a_reading_of_health_sees_the_input_of_the_head(language_model, sentence
         def nc_sees(self, x):
             seen.append(x.detach().clone())
 
-    with run.compute():
+    with run.autocast():
         plain = model.model(tokens).last_hidden_state
         swap(model.lm_head, Looks)
         model(tokens, labels=labels)
@@ -325,7 +325,7 @@ def test_logits_that_are_capped_only_after_prepare_are_capped(language_model, se
     called = torch.compile(model, backend="eager") if compiled else model
     for cap in (None, 0.1, None):
         plain.config.final_logit_softcapping = model.config.final_logit_softcapping = cap
-        with run.compute():
+        with run.autocast():
             found = called(tokens, labels=labels)
         assert ("logits" in found) == (cap is not None)
         expected = plain(tokens, labels=labels).loss.item()
@@ -341,7 +341,7 @@ def test_logits_that_are_capped_on_the_way_to_them_are_refused(language_model, s
         model.config.final_logit_softcapping = 2.0
 
     model.model.register_forward_pre_hook(cap)
-    with run.compute(), pytest.raises(RecipeError, match="Gemma3ForCausalLM does more with its l"):
+    with run.autocast(), pytest.raises(ConfigError, match="Gemma3ForCausalLM does more with its l"):
         model(tokens, labels=labels)
 
 
@@ -350,6 +350,6 @@ def test_another_loss_that_is_asked_for_by_name_is_the_one_taken(language_model,
     plain, model = language_model("Llama"), language_model("Llama")
     run = fused(model)
     plain.loss_type = model.loss_type = "ForMaskedLM"
-    with run.compute():
+    with run.autocast():
         found = model(tokens, labels=labels).loss
     assert found.item() == pytest.approx(plain(tokens, labels=labels).loss.item(), rel=1e-6)

@@ -24,10 +24,10 @@ from narrowcast.precision.fused.elementwise import (
 from narrowcast.precision.modules.wrappers import Fp32Norm
 from narrowcast.precision.plan.pieces.known_modules import (
     gelu_approximation,
-    gelu_of,
     looks_like_a_gelu_written_out,
+    reason_not_gelu,
 )
-from narrowcast.precision.plan.pieces.known_norms import RmsNorm, rms_norm_of
+from narrowcast.precision.plan.pieces.known_norms import RmsNorm, match_rms_norm
 from narrowcast.precision.swap import is_swapped, restore, swap
 
 transformers = pytest.importorskip("transformers")
@@ -130,10 +130,10 @@ def test_checkpointed_activations_give_the_same_gradients(language_model, senten
 
 
 NORMS = {
-    "Llama": RmsNorm(1e-6, 0.0, rounds=True, rounds_beside_16_bits=True, promotes=True),
-    "Gemma": RmsNorm(1e-6, 1.0, rounds=False, rounds_beside_16_bits=False, promotes=False),
-    "Olmo2": RmsNorm(1e-5, 0.0, rounds=False, rounds_beside_16_bits=False, promotes=False),
-    "T5": RmsNorm(1e-6, 0.0, rounds=False, rounds_beside_16_bits=True, promotes=True),
+    "Llama": RmsNorm(1e-6, 0.0, rounds=True, rounds_to_weight_dtype=True, promotes=True),
+    "Gemma": RmsNorm(1e-6, 1.0, rounds=False, rounds_to_weight_dtype=False, promotes=False),
+    "Olmo2": RmsNorm(1e-5, 0.0, rounds=False, rounds_to_weight_dtype=False, promotes=False),
+    "T5": RmsNorm(1e-6, 0.0, rounds=False, rounds_to_weight_dtype=True, promotes=True),
 }
 
 
@@ -149,7 +149,7 @@ def test_a_norm_has_the_order_and_the_formats_of_its_own(
     of_t5 = transformers.models.t5.modeling_t5.T5LayerNorm
     norm = of_t5(32) if family == "T5" else language_model(family).model.norm
     norm = norm.to(DEVICE, weight_dtype)
-    known = rms_norm_of(norm)
+    known = match_rms_norm(norm)
     assert known == NORMS[family]
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     expected = norm(x.to(weight_dtype) if widened else x)
@@ -184,9 +184,9 @@ class Centred(nn.Module):
 
 def test_a_norm_is_known_whose_weight_of_16_bits_is_rounded_once_more(monkeypatch):
     monkeypatch.setattr(Centred.forward, "__module__", "transformers.models.somebodys")
-    known = RmsNorm(1e-6, 1.0, rounds=False, rounds_beside_16_bits=False, promotes=False)
-    assert rms_norm_of(Centred(32)) == known
-    assert rms_norm_of(Centred(32).to(torch.bfloat16)) == known
+    known = RmsNorm(1e-6, 1.0, rounds=False, rounds_to_weight_dtype=False, promotes=False)
+    assert match_rms_norm(Centred(32)) == known
+    assert match_rms_norm(Centred(32).to(torch.bfloat16)) == known
 
 
 TORCHS = {
@@ -213,7 +213,7 @@ def test_a_norm_of_torch_gives_and_learns_what_torchs_does(dtype, widened, kind)
     if kind == "layer":
         swap(norm, OnePassLayerNorm, **where)
     else:
-        swap(norm, OnePassNorm, nc_norm=rms_norm_of(norm), **where)
+        swap(norm, OnePassNorm, nc_norm=match_rms_norm(norm), **where)
     results = []
     for each in (norm, plain):
         x = drawn[0].clone().requires_grad_()
@@ -232,7 +232,7 @@ def test_a_norm_of_torch_gives_and_learns_what_torchs_does(dtype, widened, kind)
 def test_a_gelu_that_is_written_out_is_one_operation_and_the_same(name, dtype):
     act = transformers.activations.ACT2FN[name]
     assert looks_like_a_gelu_written_out(act)
-    assert gelu_of(act) == ""
+    assert reason_not_gelu(act) == ""
     drawn = (4 * torch.randn(2, 300, generator=torch.Generator().manual_seed(0))).to(dtype)
     x, exactly = drawn.to(DEVICE).requires_grad_(), drawn.double().requires_grad_()
     expected = act(exactly)
@@ -299,7 +299,7 @@ def test_an_activation_that_is_something_else_is_left_alone_and_told(name):
 def test_a_norm_of_torch_without_a_cast_around_it_is_left_to_torch():
     norm = nn.RMSNorm(8, device=DEVICE)
     where = {"nc_widened": False, "nc_device": DEVICE, "nc_compiled": False}
-    swap(norm, OnePassNorm, nc_norm=rms_norm_of(norm), **where)
+    swap(norm, OnePassNorm, nc_norm=match_rms_norm(norm), **where)
     x = torch.randn(3, 8, device=DEVICE)
     assert torch.equal(norm(x), nn.functional.rms_norm(x, (8,), norm.weight))
     with pytest.raises(RuntimeError):  # torch's own error for other shapes
@@ -334,7 +334,7 @@ class OwnNorm(nn.RMSNorm):
     ],
 )
 def test_a_norm_of_torch_that_is_something_else_is_not_known(norm, why):
-    assert rms_norm_of(norm) == why
+    assert match_rms_norm(norm) == why
 
 
 @pytest.mark.interpreted
@@ -382,7 +382,7 @@ def test_layer_norms_are_told_which_are_known():
         ("3",): "its rows of 65536 are too wide",
     }
     # On a machine that has no kernels it is no news that there is none for these.
-    assert nc.plan(model, "bf16", hardware=nc.probe("cpu")).fused == ()
+    assert nc.plan(model, "bf16", hardware=nc.detect_hardware("cpu")).fused == ()
 
 
 class OwnNorm(torch.nn.Module):
@@ -401,14 +401,14 @@ class OtherRMSNorm(OwnNorm):
 def test_a_norm_of_somebodys_own_is_left_alone_and_told(language_model):
     model = language_model("Llama")
     model.model.norm = OtherRMSNorm(model.model.norm)
-    plan = nc.plan(model, "bf16", hardware=nc.probe("cpu"))
+    plan = nc.plan(model, "bf16", hardware=nc.detect_hardware("cpu"))
     left = {each.reason: each.modules for each in plan.fused if each.piece == "rms_norm"}
     assert left["OtherRMSNorm has a forward of its own"] == ("model.norm",)
 
 
 def test_an_activation_that_has_no_kernel_is_left_alone(language_model):
     model = language_model("Llama", hidden_act="relu")
-    plan = nc.plan(model, "fp32", hardware=nc.probe("cpu"))
+    plan = nc.plan(model, "fp32", hardware=nc.detect_hardware("cpu"))
     (told,) = [each for each in plan.fused if each.piece == "swiglu"]
     assert told.reason == "LlamaMLP computes something else"
 
@@ -419,7 +419,7 @@ def test_heads_of_neighbours_are_left_alone():
         num_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = transformers.CohereForCausalLM(config)
-    plan = nc.plan(model, "fp32", hardware=nc.probe("cpu"))
+    plan = nc.plan(model, "fp32", hardware=nc.detect_hardware("cpu"))
     (told,) = [each for each in plan.fused if each.piece == "rotary"]
     assert told.reason == "CohereAttention turns its heads in another way"
 
@@ -428,7 +428,7 @@ def test_heads_of_neighbours_are_left_alone():
 @pytest.mark.parametrize("piece", PIECES)
 def test_without_kernels_a_named_piece_is_refused(language_model, piece):
     with pytest.raises(UnsupportedError, match="Triton has no kernels for cpu; leave"):
-        nc.plan(language_model("Llama"), "fp32", hardware=nc.probe("cpu"), fuse=[piece])
+        nc.plan(language_model("Llama"), "fp32", hardware=nc.detect_hardware("cpu"), fuse=[piece])
 
 
 @pytest.mark.interpreted
@@ -453,7 +453,7 @@ def test_a_compiler_breaks_nowhere(language_model, sentences, fuse):
     policy = "fp32" if DEVICE == "cpu" else "bf16"
     run = fused(model, fuse, policy=policy)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with run.compute():
+    with run.autocast():
         found, expected = (
             each(tokens, labels=labels, use_cache=False).loss for each in (compiled, model)
         )
@@ -463,7 +463,7 @@ def test_a_compiler_breaks_nowhere(language_model, sentences, fuse):
 def test_a_cpu_is_told_to_have_no_kernels_by_the_plan(language_model):
     if interpreted() or DEVICE == "cuda":
         pytest.skip("needs a machine without kernels")
-    plan = nc.plan(language_model("Llama"), "fp32", hardware=nc.probe("cpu"))
+    plan = nc.plan(language_model("Llama"), "fp32", hardware=nc.detect_hardware("cpu"))
     assert "unfused  loss, mask: a CPU has it only where fuse names it" in str(plan)
     assert "unfused  rms_norm, rotary, swiglu: Triton has no kernels for cpu" in str(plan)
 
@@ -477,7 +477,7 @@ def test_a_cuda_graph_holds_a_layer(language_model):
     angles = torch.randn(2, 1, 9, 8, device="cuda", generator=generator)
 
     def work():
-        with run.compute():
+        with run.autocast():
             result = layer(hidden, position_embeddings=(angles[0], angles[1]))
         return torch.autograd.grad(result.float().square().sum(), [hidden, *layer.parameters()])
 
@@ -507,7 +507,7 @@ def test_on_a_gpu_gradients_are_those_of_the_same_policy(language_model, sentenc
     for fuse in ("none", "auto"):
         model = language_model(family).cuda()
         run = fused(model, fuse, policy=policy)
-        with run.compute():
+        with run.autocast():
             loss = model(tokens, labels=labels).loss
         run.backward(loss)
         assert any(each.fused for each in run.plan.fused) == (fuse == "auto")

@@ -215,14 +215,14 @@ def test_language_models_learn_as_they_do_in_bf16(language_model, family, policy
     for each in ("bf16", policy):
         model = language_model(family, **wide).to(cuda)
         # As small as this, no layer would gain by fp8.
-        plan = nc.plan(model, each, hardware=nc.probe("cuda"), only_faster=False)
+        plan = nc.plan(model, each, hardware=nc.detect_hardware("cuda"), skip_slow_fp8=False)
         run = nc.prepare(model, SGD(model.parameters(), 0.05), policy=plan)
         if each == policy:
             assert sum(isinstance(m, Fp8GatedMlp) for m in model.modules()) == 2
             shared = [m.nc_history for m in model.modules() if isinstance(m, Fp8Linear)]
-            assert policy == "fp8-tensor" or shared[0].whole.reads_of[:3] == [0, 0, 0]
+            assert policy == "fp8-tensor" or shared[0].whole.reads_by_name[:3] == [0, 0, 0]
         for _ in range(10):
-            with run.compute():
+            with run.autocast():
                 loss = model(tokens, labels=tokens).loss
             run.step(loss)
         losses[each] = float(loss.detach())

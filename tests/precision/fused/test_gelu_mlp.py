@@ -120,7 +120,7 @@ def test_a_policy_of_16_bits_joins_two_layers_and_a_gelu_on_a_gpu(policy, kind):
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy)
     assert isinstance(model[0], GeluMlp) == (kind is GeluMlp)
     x = torch.randn(32, 64, device="cuda")
-    with run.compute():
+    with run.autocast():
         loss = model(x).float().square().mean()
     run.backward(loss)
     assert run.step().applied

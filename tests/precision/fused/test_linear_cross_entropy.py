@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.kernels.launch import interpreted
 from narrowcast.numerics import BF16
 from narrowcast.precision.fused import chunked_pass
@@ -18,7 +18,7 @@ from narrowcast.precision.fused import linear_cross_entropy as linear_loss
 from narrowcast.precision.modules.wrappers import EmulatedLinear
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.emulated import TRACED_RIGHTLY
-from narrowcast.precision.products.entry import Entry, InRegion, PreparedModel
+from narrowcast.precision.products.entry import InRegion, PreparedModel, RegionEntry
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.products.regions import EmulatedProducts, Region
 from narrowcast.precision.swap import swap
@@ -348,7 +348,9 @@ def emulated(head):
 
 def in_a_native_region(head):
     if type(head) is nn.Linear:
-        swap(head, InRegion, nc_entry=Entry(Region("fp32", False, DEVICE), PreparedModel(head)))
+        swap(
+            head, InRegion, nc_entry=RegionEntry(Region("fp32", False, DEVICE), PreparedModel(head))
+        )
     return contextlib.nullcontext()
 
 
@@ -395,7 +397,7 @@ def narrow(head):
 
 
 def in_an_emulated_region(head):
-    swap(head, InRegion, nc_entry=Entry(Region("bf16", True, DEVICE), PreparedModel(head)))
+    swap(head, InRegion, nc_entry=RegionEntry(Region("bf16", True, DEVICE), PreparedModel(head)))
     return contextlib.nullcontext()
 
 
@@ -414,7 +416,7 @@ def test_a_head_that_computes_something_of_its_own_is_asked_itself(change):
 def test_a_head_with_a_native_region_of_its_own_is_taken_in_chunks_of_its_format(monkeypatch):
     hidden, head, targets = drawn(2, 4)
     expected = nc.linear_cross_entropy(hidden, head, targets, chunk_rows=3)
-    swap(head, InRegion, nc_entry=Entry(Region("fp32", False, DEVICE), PreparedModel(head)))
+    swap(head, InRegion, nc_entry=RegionEntry(Region("fp32", False, DEVICE), PreparedModel(head)))
     monkeypatch.setattr(InRegion, "forward", None)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         loss = nc.linear_cross_entropy(hidden, head, targets, chunk_rows=3)
@@ -474,7 +476,7 @@ def test_no_rows_at_all_are_torchs_matter():
 def test_what_makes_no_sense_is_refused(changes, message):
     hidden, head, targets = drawn(2, 4)
     given_ = {"hidden": hidden, "head": head, "targets": targets, **changes}
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         nc.linear_cross_entropy(**given_)
 
 

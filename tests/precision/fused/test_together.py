@@ -46,7 +46,7 @@ def fused(model, pieces):
 def trained_once(model, pieces, batch):
     run = fused(model, pieces)
     tokens, labels = batch
-    with run.compute():
+    with run.autocast():
         loss = model(tokens, labels=labels, use_cache=False).loss
     assert run.step(loss).applied
     return run
@@ -144,7 +144,7 @@ def test_a_model_generates_with_its_cache_and_trains_on(pair, batch):
     cached, anew = (model.generate(use_cache=each, **given) for each in (True, False))
     assert torch.equal(cached, anew)
     model.train()
-    with run.compute():
+    with run.autocast():
         loss = model(batch[0], labels=batch[1]).loss
     assert run.step(loss).applied
 

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.gradients.loss_scale import LossScale, RunningScale, power_of_two_below
 
 
@@ -99,7 +99,7 @@ def test_a_scale_is_rounded_down_to_a_power_of_two(value, expected):
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, says):
-    with pytest.raises(RecipeError, match=says):
+    with pytest.raises(ConfigError, match=says):
         LossScale(**settings)
 
 

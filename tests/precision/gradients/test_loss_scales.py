@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import DivergedError, RecipeError
+from narrowcast.errors import ConfigError, DivergedError
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -70,7 +70,7 @@ def test_a_loss_that_took_no_part_in_a_step_keeps_its_scale():
 
 def test_training_is_given_up_only_when_the_loss_to_blame_is_at_its_floor():
     scales = {"calm": nc.LossScale(init_scale=1.0), "wild": nc.LossScale(init_scale=2.0**10)}
-    run, _ = prepared(scales, patience=3)
+    run, _ = prepared(scales, max_skipped_steps=3)
 
     def step():
         calm, wild = losses(run.model)
@@ -86,19 +86,19 @@ def test_training_is_given_up_only_when_the_loss_to_blame_is_at_its_floor():
 
 def test_a_loss_without_a_scale_is_refused_by_name():
     run, _ = prepared(TWO)
-    with pytest.raises(RecipeError, match=r"no loss scale is named 'other'.*small, large"):
+    with pytest.raises(ConfigError, match=r"no loss scale is named 'other'.*small, large"):
         run.backward(losses(run.model)[0], name="other")
 
 
 def test_fp16_gradients_cannot_be_unscaled_in_place_and_are_refused():
-    with pytest.raises(RecipeError, match="write grads=fp32"):
+    with pytest.raises(ConfigError, match="write grads=fp32"):
         prepared(TWO, policy="fp16, params=fp16")
 
 
 def test_what_is_refused_leaves_the_model_as_it_was():
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RecipeError, match="only under one loss scale"):
+    with pytest.raises(ConfigError, match="only under one loss scale"):
         nc.prepare(model, optimizer, policy="bf16-pure", scale_groups=["*"])
     assert type(model) is nn.Linear
     assert model.weight.dtype == torch.float32
@@ -109,7 +109,7 @@ def test_what_is_refused_leaves_the_model_as_it_was():
 def test_scales_per_loss_work_with_masters_clipping_and_fp16_products():
     run, _ = prepared(TWO, policy="fp16, params=bf16, master=split", clip_norm=0.5)
     for _ in range(25):
-        with run.compute():
+        with run.autocast():
             pair = losses(run.model)
         for name, loss in zip(TWO, pair, strict=True):
             run.backward(loss, name=name, retain_graph=True)
@@ -122,8 +122,8 @@ def test_a_scale_that_was_asked_for_without_need_outlives_a_policy_that_needs_on
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = nc.prepare(model, optimizer, policy="fp32", loss_scale=1024.0)
-    run.change("fp16")
-    run.change("fp32")
-    with run.compute():
+    run.set_policy("fp16")
+    run.set_policy("fp32")
+    with run.autocast():
         loss = model(torch.ones(2, 4)).sum()
     assert run.step(loss).loss_scale == 1024

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
 
@@ -109,7 +109,7 @@ def test_a_scale_of_its_own_rescues_gradients_that_fp16_flushes():
         run = prepared(built, parts, policy="fp16", scale=still)
         before = built.part[0].weight.detach().clone()
         for _ in range(20):
-            with run.compute():
+            with run.autocast():
                 loss = built(X).sum()
             run.step(loss)
         return not torch.equal(built.part[0].weight, before)
@@ -119,28 +119,28 @@ def test_a_scale_of_its_own_rescues_gradients_that_fp16_flushes():
 
 
 def test_a_glob_that_matches_nothing_is_refused():
-    with pytest.raises(RecipeError, match="'prat' matches no module"):
+    with pytest.raises(ConfigError, match="'prat' matches no module"):
         prepared(Faint(), ["prat"])
 
 
 def test_groups_of_which_one_is_inside_another_are_refused():
     built = nn.Sequential(nn.Sequential(nn.Linear(16, 16)), nn.Linear(16, 2))
     for parts in (["0", "0.0"], ["0.0", "0"], ["0", "[0]"]):
-        with pytest.raises(RecipeError, match="no module is part of two"):
+        with pytest.raises(ConfigError, match="no module is part of two"):
             prepared(built, parts)
 
 
 def test_a_weight_shared_with_the_rest_of_the_model_is_refused():
     built = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False))
     built[2].weight = built[0].weight
-    with pytest.raises(RecipeError, match="shares a weight with a group it is not in"):
+    with pytest.raises(ConfigError, match="shares a weight with a group it is not in"):
         prepared(built, ["2"])
 
 
 def test_parts_without_a_loss_scale_are_refused():
     built = model()
     optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
-    with pytest.raises(RecipeError, match="a policy that uses it"):
+    with pytest.raises(ConfigError, match="a policy that uses it"):
         nc.prepare(built, optimizer, policy="bf16", scale_groups=["2"])
 
 
@@ -150,7 +150,7 @@ def test_parts_and_rewritten_modules_go_together(policy):
     built = model()
     run = prepared(built, ["2"], policy=policy)
     for _ in range(5):
-        with run.compute():
+        with run.autocast():
             loss = built(X).square().mean()
         run.step(loss)
     assert run.stats().applied > 0

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.health.statistics.probes import Probes
 from narrowcast.workloads.lm.model import build_gpt
 from narrowcast.workloads.lm.settings import LmModel
@@ -109,7 +109,7 @@ def trained(run, steps=STEPS, first=0):
     for step in range(first, first + steps):
         torch.manual_seed(step)
         for micro in range(2):
-            with run.compute():
+            with run.autocast():
                 loss = loss_of(run.model, batch(2 * step + micro)) / 2
             run.backward(loss)
         found = [p.grad.clone() for p in run.model.parameters() if p.grad is not None]
@@ -141,12 +141,17 @@ def test_gradients_weights_buffers_histories_and_randomness_are_bit_for_bit_thos
     steps = 2 if policy == "fp8-delayed" else STEPS
     kept = trained(prepared(build, policy=policy), steps)
     for again in AGAIN:
-        assert same(trained(prepared(build, policy=policy, checkpoint=again), steps), kept) == []
+        assert (
+            same(
+                trained(prepared(build, policy=policy, activation_checkpointing=again), steps), kept
+            )
+            == []
+        )
 
 
 @pytest.mark.parametrize("again", AGAIN)
 def test_it_is_torchs_own_checkpointing_bit_for_bit(again):
-    run = prepared(checkpoint=again)
+    run = prepared(activation_checkpointing=again)
     torch.manual_seed(0)
     plain = Net(by_hand=True)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -156,10 +161,10 @@ def test_it_is_torchs_own_checkpointing_bit_for_bit(again):
         optimizer.step()
         optimizer.zero_grad()
         torch.manual_seed(step)
-        with run.compute():
+        with run.autocast():
             loss = loss_of(run.model, batch(step))
         run.step(loss)
-    assert same(run.full_weights(), plain.state_dict()) == []
+    assert same(run.fp32_state_dict(), plain.state_dict()) == []
 
 
 def test_torch_itself_moves_a_running_mean_twice():
@@ -176,13 +181,13 @@ def test_torch_itself_moves_a_running_mean_twice():
 @pytest.mark.parametrize("again", AGAIN)
 def test_a_cache_that_a_second_pass_would_add_to_is_left_out_of_training(again):
     """transformers keep keys without being asked, and leave it where they compute again too."""
-    run = prepared(lambda: llama(use_cache=True), checkpoint=again)
+    run = prepared(lambda: llama(use_cache=True), activation_checkpointing=again)
     assert same(trained(run, 2), trained(prepared(llama), 2)) == []
 
 
 def held_after_forward(run):
     """Bytes that a forward pass has allocated and the graph of its loss still holds."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, run.compute():
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, run.autocast():
         loss = loss_of(run.model, batch(0))
     run.backward(loss)
     return sum(event.self_cpu_memory_usage for event in seen.events())
@@ -192,7 +197,7 @@ def held_after_forward(run):
 def test_fewer_bytes_are_kept_for_the_backward_pass(build):
     held = {}
     for again in ("none", *AGAIN):
-        run = prepared(build, checkpoint=again)
+        run = prepared(build, activation_checkpointing=again)
         held_after_forward(run)  # what is made once
         held[again] = held_after_forward(run)
     assert held["blocks"] < held["selective"] < held["none"]
@@ -200,9 +205,9 @@ def test_fewer_bytes_are_kept_for_the_backward_pass(build):
 
 
 def test_a_pass_without_gradients_keeps_and_computes_nothing_again():
-    run = prepared(lambda: llama(use_cache=True), checkpoint="blocks")
+    run = prepared(lambda: llama(use_cache=True), activation_checkpointing="blocks")
     run.model.eval()
-    with torch.no_grad(), run.compute():
+    with torch.no_grad(), run.autocast():
         whole = run.model(input_ids=batch(0)).logits
         first = run.model(input_ids=batch(0)[:, :-1])
         last = run.model(input_ids=batch(0)[:, -1:], past_key_values=first.past_key_values)
@@ -210,7 +215,7 @@ def test_a_pass_without_gradients_keeps_and_computes_nothing_again():
 
 
 def test_release_leaves_plain_blocks():
-    run = prepared(checkpoint="selective")
+    run = prepared(activation_checkpointing="selective")
     model = run.release()
     assert type(model.layers[0]) is Block
     assert not any(name.startswith("nc_") for m in model.modules() for name in vars(m))
@@ -219,21 +224,21 @@ def test_release_leaves_plain_blocks():
 def test_another_policy_goes_on_with_the_same_saving():
     results = []
     for again in ("none", *AGAIN):
-        run = prepared(checkpoint=again)
+        run = prepared(activation_checkpointing=again)
         trained(run, 2)
-        run.change("fp8-delayed")
-        assert run.plan.memory.asked.checkpoint == again
+        run.set_policy("fp8-delayed")
+        assert run.plan.memory.requested.activation_checkpointing == again
         results.append(trained(run, 2, first=2))
     assert same(results[1], results[0]) == same(results[2], results[0]) == []
     plan = nc.plan(run.model, "bf16", hardware=run.plan.hardware)
-    with pytest.raises(RecipeError, match="saves memory in another way"):
-        run.change(plan)
+    with pytest.raises(ConfigError, match="saves memory in another way"):
+        run.set_policy(plan)
 
 
 @pytest.mark.parametrize("again", AGAIN)
 def test_a_run_resumes_bit_for_bit_whether_blocks_are_kept_or_not(again):
     whole = trained(prepared(policy="fp8-delayed"), 4)
-    first = prepared(policy="fp8-delayed", checkpoint=again)
+    first = prepared(policy="fp8-delayed", activation_checkpointing=again)
     trained(first, 2)
     second = prepared(policy="fp8-delayed")
     second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -244,7 +249,7 @@ def test_a_run_resumes_bit_for_bit_whether_blocks_are_kept_or_not(again):
 def test_the_same_place_is_named_where_a_number_is_not_finite(where):
     verdicts = []
     for again in ("none", *AGAIN):
-        run = prepared(policy="bf16", checkpoint=again)
+        run = prepared(policy="bf16", activation_checkpointing=again)
         block = run.model.layers[1]
         if where == "forward":
             with torch.no_grad():
@@ -257,11 +262,11 @@ def test_the_same_place_is_named_where_a_number_is_not_finite(where):
 
 
 def test_a_bad_batch_leaves_no_trace_in_the_buffers_of_a_block_that_was_computed_again():
-    run = prepared(lambda: Net(normed=True), checkpoint="blocks")
+    run = prepared(lambda: Net(normed=True), activation_checkpointing="blocks")
     trained(run, 1)
     before = copy.deepcopy(dict(run.model.named_buffers()))
     handle = run.model.layers[0].register_forward_pre_hook(lambda _, args: args[0] * math.nan)
-    with run.compute():
+    with run.autocast():
         loss = loss_of(run.model, batch(1))
     assert not run.step(loss).applied
     handle.remove()
@@ -272,11 +277,11 @@ def test_a_bad_batch_leaves_no_trace_in_the_buffers_of_a_block_that_was_computed
 def test_health_readings_are_those_of_kept_blocks(again):
     samples = []
     for how in ("none", again):
-        run = prepared(policy="bf16", checkpoint=how)
+        run = prepared(policy="bf16", activation_checkpointing=how)
         probes = Probes(run.model, run.plan)
         probes.switch.on = True
         torch.manual_seed(0)
-        with run.compute():
+        with run.autocast():
             loss = loss_of(run.model, batch(0))
         run.backward(loss)
         samples.append([site.sample.clone() for site in probes.sites])
@@ -294,7 +299,7 @@ def test_blocks_that_are_compiled_are_computed_again_as_they_are_compiled():
         return graph.forward
 
     for again in ("none", "blocks"):
-        run = prepared(gpt, checkpoint=again)
+        run = prepared(gpt, activation_checkpointing=again)
         for block in run.model.blocks:
             block.compile(backend=backend)
         graphs.clear()
@@ -312,7 +317,9 @@ def gpu_run(build, again):
     torch.manual_seed(0)
     model = build().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return nc.prepare(model, optimizer, policy="bf16", memory=nc.Memory(checkpoint=again))
+    return nc.prepare(
+        model, optimizer, policy="bf16", memory=nc.Memory(activation_checkpointing=again)
+    )
 
 
 @pytest.mark.gpu
@@ -327,7 +334,7 @@ def test_on_a_gpu_gradients_are_those_of_kept_blocks_and_the_peak_is_lower(build
             torch.manual_seed(step)
             tokens = batch(step).repeat(512, 1).cuda()
             torch.cuda.reset_peak_memory_stats()
-            with run.compute():
+            with run.autocast():
                 loss = loss_of(run.model, tokens)
             run.backward(loss)
             peaks[again] = torch.cuda.max_memory_allocated()
@@ -355,7 +362,7 @@ def test_a_captured_step_computes_again_unless_blocks_draw_random_numbers():
         step = GraphedStep(run.engine)
 
         def passes(batches, run=run):
-            with run.compute():
+            with run.autocast():
                 loss = loss_of(run.model, batches[0])
             run.backward(loss)
             return loss.detach()

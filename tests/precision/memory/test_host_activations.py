@@ -66,9 +66,11 @@ def gpt():
 def prepared(build=Net, policy="fp32", *, offload=True, checkpoint="none"):
     torch.manual_seed(0)
     model = build().to(DEVICE)
-    asked = nc.Memory(checkpoint=checkpoint, offload=["activations"] if offload else [])
-    plan = nc.plan(model, policy, hardware=nc.probe(DEVICE))
-    plan = dataclasses.replace(plan, memory=MemoryPlan(asked=asked, blocks=block_names(model)))
+    asked = nc.Memory(
+        activation_checkpointing=checkpoint, offload=["activations"] if offload else []
+    )
+    plan = nc.plan(model, policy, hardware=nc.detect_hardware(DEVICE))
+    plan = dataclasses.replace(plan, memory=MemoryPlan(requested=asked, blocks=block_names(model)))
     return nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), policy=plan)
 
 
@@ -78,7 +80,7 @@ def batch(step):
 
 
 def loss_of(run, step):
-    with run.compute():
+    with run.autocast():
         logits = run.model(batch(step))
         return F.cross_entropy(logits.flatten(0, 1), batch(step).flatten())
 
@@ -90,7 +92,7 @@ def trained(run, steps=3):
             run.backward(loss_of(run, 2 * step + micro) / 2)
         grads = [p.grad.clone() for p in run.model.parameters()]
         assert run.step().applied
-    return [*grads, *run.full_weights().values()]
+    return [*grads, *run.fp32_state_dict().values()]
 
 
 def same(one, other):
@@ -387,7 +389,7 @@ def test_on_a_gpu_the_peak_is_lower_and_the_host_waits_for_nothing(host_never_wa
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
             with host_never_waits() if step == 2 else contextlib.nullcontext():
-                with run.compute():
+                with run.autocast():
                     loss = run.model(x).float().square().mean()
                 run.backward(loss)
             if step < 2:

@@ -37,7 +37,7 @@ def train(run, device, steps=STEPS):
     x, y = torch.randn(8, LENGTH, 12, device=device), torch.randn(8, LENGTH, 4, device=device)
     losses = []
     for _ in range(steps):
-        with run.compute():
+        with run.autocast():
             loss = F.mse_loss(run.model(x).float(), y)
         assert run.step(loss).applied
         losses.append(float(loss.detach()))
@@ -90,11 +90,11 @@ def test_averages_and_released_weights_are_in_one_piece_too(cuda, policy):
     run = fresh(cuda, policy=policy, ema_decay=0.5)
     train(run, cuda)
     x = torch.randn(3, LENGTH, 12, device=cuda)
-    with run.averaged(), run.compute():
+    with run.use_ema(), run.autocast():
         run.model(x)
     assert is_one_piece(run.model.layer)
     train(run, cuda)
-    full = run.full_weights()
+    full = run.fp32_state_dict()
     run.release()
     assert is_one_piece(run.model.layer)
     plain = Recurrent(nn.LSTM, both=False).to(cuda)
@@ -112,7 +112,7 @@ def test_no_weight_moves_for_averages_to_stand_in(cuda, frozen):
     run = nc.prepare(model, torch.optim.AdamW(trained), policy=f"bf16, {SPLIT}", ema_decay=0.5)
     train(run, cuda)
     before = [p.data_ptr() for p in model.parameters()]
-    with run.averaged(), run.compute():
+    with run.use_ema(), run.autocast():
         model(torch.randn(3, LENGTH, 12, device=cuda))
     assert [p.data_ptr() for p in model.parameters()] == before
 

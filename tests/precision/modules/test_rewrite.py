@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.modules.rewrite import rewrite
 from narrowcast.precision.plan.plan import make_plan
 
@@ -205,19 +205,19 @@ def test_every_module_trains_under_every_policy_as_it_does_in_fp32(name, policy)
         clip_norm=1.0,
         loss_scale=nc.LossScale(init_scale=256.0) if "fp16" in policy else None,
     )
-    before = {name: value.clone() for name, value in run.full_weights().items()}
-    with run.compute():
+    before = {name: value.clone() for name, value in run.fp32_state_dict().items()}
+    with run.autocast():
         loss = loss_of(model, inputs)
     # A chain of up to eight products, each with operands and result within an eps of exact; the
     # loss is a square, so twice that. e4m3 has an eps of 1/8, the others of 1/128 and less.
     eps = 2.0**-4 if policy.startswith(("fp8", "aggr", "compute=mx")) else 2.0**-8
     assert abs(loss.item() - plain) <= 16 * eps * plain
     assert run.step(loss).applied
-    after = run.full_weights()
+    after = run.fp32_state_dict()
     assert any(not torch.equal(before[name], after[name]) for name, _ in model.named_parameters())
     assert list(model.state_dict()) == keys
     model.eval()
-    with torch.no_grad(), run.compute():
+    with torch.no_grad(), run.autocast():
         assert model(inputs).isfinite().all()
 
 
@@ -225,7 +225,7 @@ def test_a_prepared_model_is_not_prepared_again(mlp):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     nc.prepare(model, optimizer, policy="bf16-pure")
-    with pytest.raises(RecipeError, match=r"prepared already;.*call release\(\) on that first"):
+    with pytest.raises(ConfigError, match=r"prepared already;.*call release\(\) on that first"):
         nc.prepare(model, optimizer, policy="bf16-pure")
 
 
@@ -279,7 +279,7 @@ def test_each_module_computes_in_the_format_its_plan_says(policy, on_grid, cpu):
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=planned)
     for name, expected in on_grid.items():
         # The carrier of a bf16 stream is no evidence of what it was computed in.
-        with run.compute():
+        with run.autocast():
             assert forward_is_on_the_bf16_grid(model, name, x(3, 16)) is expected, name
     planned = {m.name: m.policy.output_format for m in planned.modules if m.name in on_grid}
     assert planned == {name: "bf16" if on_grid[name] else "fp32" for name in planned}
@@ -319,7 +319,7 @@ def test_gradients_of_weights_have_the_format_the_policy_names(cpu):
             torch.optim.SGD(model.parameters(), lr=0.1),
             policy=f"bf16, params=bf16, master=split{grads}",
         )
-        with run.compute():
+        with run.autocast():
             loss = loss_of(model, x(2, 16))
         run.backward(loss)
         assert model.weight.grad.dtype == dtype

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.precision.modules.siblings import siblings_in, siblings_of
+from narrowcast.precision.modules.siblings import find_siblings, siblings_in
 
 transformers = pytest.importorskip("transformers")
 
@@ -63,7 +63,7 @@ class Elsewhere(Own):
 def test_a_layer_that_is_given_another_tensor_is_no_sibling():
     Elsewhere.forward.__module__ = "transformers.models"
     names = ("q_proj", "k_proj", "v_proj")
-    assert siblings_of(Elsewhere(), names) == ("q_proj", "v_proj")
+    assert find_siblings(Elsewhere(), names) == ("q_proj", "v_proj")
 
 
 def test_asking_leaves_the_module_as_it_was():

@@ -99,7 +99,7 @@ def test_a_norm_that_is_told_a_domain_first_learns(policy):
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
     domain, x = torch.tensor([2, 0, 1]), torch.randn(3, 16)
     before = norm.weight.detach().clone()
-    with run.compute():
+    with run.autocast():
         loss = norm(domain, layer(x)).float().square().mean()
     assert run.step(loss).applied
     assert not torch.equal(norm.weight, before)
@@ -119,7 +119,7 @@ def test_a_padded_batch_is_evaluated_by_torchs_encoder(policy):
     found = []
     for training in (True, False):
         model.train(training)
-        with torch.no_grad(), run.compute():
+        with torch.no_grad(), run.autocast():
             found.append(model["encoder"](x, src_key_padding_mask=padding))
     assert torch.equal(found[1], found[0])  # without dropout they are the same
     assert run.release()["encoder"].layers[0].activation_relu_or_gelu == 1  # as it was
@@ -389,7 +389,7 @@ def test_a_bilinear_layer_multiplies_in_16_bits_whatever_its_inputs_are(policy, 
     wide = [each.detach().clone() for each in layer.parameters()]
     run = nc.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1), policy=policy)
     first, second = torch.randn(4, 32, device=cuda), torch.randn(4, 16, device=cuda).bfloat16()
-    with run.compute():
+    with run.autocast():
         found = layer(first, second)
     narrow = (each.bfloat16() for each in (first, second, *wide))
     assert torch.equal(found, nn.functional.bilinear(*narrow))

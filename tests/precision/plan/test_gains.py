@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.hardware import Speeds
-from narrowcast.precision.plan.gains import running_of
+from narrowcast.precision.plan.gains import detect_execution
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.plan.policy import PRODUCTS
 
@@ -79,7 +79,7 @@ def test_without_a_word_about_rows_there_are_many(measured):
 
 def test_what_is_asked_for_whatever_it_costs_is_given_and_its_cost_is_told(measured):
     planned = make_plan(
-        small_and_large(), "fp8-tensor", hardware=measured, gemm_rows=1024, only_faster=False
+        small_and_large(), "fp8-tensor", hardware=measured, gemm_rows=1024, skip_slow_fp8=False
     )
     small = rows(planned)["small"]
     assert (small.policy.forward, small.how) == ("e4m3", "native")
@@ -131,7 +131,7 @@ def with_host(h200):
 def test_a_launched_layer_that_costs_the_host_more_than_it_saves_is_kept_wider(with_host):
     def planned(policy, running):
         plan = make_plan(
-            small_and_large(), policy, hardware=with_host, gemm_rows=4096, running=running
+            small_and_large(), policy, hardware=with_host, gemm_rows=4096, execution=running
         )
         return rows(plan)["large"]
 
@@ -144,68 +144,68 @@ def test_a_launched_layer_that_costs_the_host_more_than_it_saves_is_kept_wider(w
     assert planned("fp8-tensor", None).reason == eager.reason  # it is not compiled
     compiled = planned("fp8-tensor", "compiled")  # casts are launched from Python there too
     assert compiled.reason == eager.reason.replace("eager", "compiled")
-    assert planned("fp8-tensor", "captured").policy.forward == "e4m3"
+    assert planned("fp8-tensor", "graphed").policy.forward == "e4m3"
     assert planned("fp8-delayed", "eager").policy.forward == "e4m3"  # saves more than it costs
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp8-tensor"])
 def test_an_exception_that_asks_for_fp8_has_it_whatever_it_costs_the_host(with_host, policy):
     text = "forward=e4m3, grad_input=e5m2, grad_weight=e5m2, scaling=tensor"
-    settings = {"gemm_rows": 4096, "running": "eager", "overrides": {"large": text}}
+    settings = {"gemm_rows": 4096, "execution": "eager", "overrides": {"large": text}}
     plan = make_plan(small_and_large(), policy, hardware=with_host, **settings)
     assert rows(plan)["large"].policy.forward == "e4m3"
 
 
 def test_without_only_faster_nothing_is_kept_wider_for_the_host(with_host):
     model = small_and_large()
-    settings = {"gemm_rows": 4096, "running": "eager", "only_faster": False}
+    settings = {"gemm_rows": 4096, "execution": "eager", "skip_slow_fp8": False}
     plan = make_plan(model, "fp8-tensor", hardware=with_host, **settings)
     assert rows(plan)["large"].policy.forward == "e4m3"
 
 
 def test_a_model_that_was_given_to_a_compiler_runs_compiled():
     model = nn.Sequential(nn.Linear(16, 16))
-    assert running_of(model) == "eager"
-    assert running_of(torch.compile(model)) == "compiled"
-    assert running_of(model) == "eager"
+    assert detect_execution(model) == "eager"
+    assert detect_execution(torch.compile(model)) == "compiled"
+    assert detect_execution(model) == "eager"
     model[0].compile()
-    assert running_of(model) == "compiled"
-    assert running_of(model, "captured") == "captured"
+    assert detect_execution(model) == "compiled"
+    assert detect_execution(model, "graphed") == "graphed"
 
 
 def test_a_way_to_run_that_there_is_not_is_refused_with_those_there_are(cpu):
-    with pytest.raises(RecipeError, match='"eager" or "compiled" or "captured"'):
-        make_plan(nn.Linear(16, 16), "bf16", hardware=cpu, running="fast")
+    with pytest.raises(ConfigError, match='"eager" or "compiled" or "graphed"'):
+        make_plan(nn.Linear(16, 16), "bf16", hardware=cpu, execution="fast")
 
 
 @pytest.mark.parametrize(
-    ("only_faster", "running", "told"),
+    ("skip_slow_fp8", "execution", "told"),
     [
         (
             True,
             None,
-            "eager: 1 layer is kept wider for what fp8 costs the host; captured, none would be",
+            "eager: 1 layer is kept wider for what fp8 costs the host; graphed, none would be",
         ),
         (
             True,
             "compiled",
-            "compiled: 1 layer is kept wider for what fp8 costs the host; captured, none would be",
+            "compiled: 1 layer is kept wider for what fp8 costs the host; graphed, none would be",
         ),
-        (True, "captured", "captured: what fp8 costs the host is not counted"),
+        (True, "graphed", "graphed: what fp8 costs the host is not counted"),
         (False, "eager", "eager: no layer is kept wider for what fp8 costs the host"),
     ],
 )
-def test_a_plan_says_how_it_took_the_model_to_run(with_host, only_faster, running, told):
-    settings = {"gemm_rows": 4096, "only_faster": only_faster, "running": running}
+def test_a_plan_says_how_it_took_the_model_to_run(with_host, skip_slow_fp8, execution, told):
+    settings = {"gemm_rows": 4096, "skip_slow_fp8": skip_slow_fp8, "execution": execution}
     plan = make_plan(small_and_large(), "fp8-tensor", hardware=with_host, **settings)
-    assert f"running  {told}" in str(plan).splitlines()
-    assert plan.to_json()["running"] == plan.running == (running or "eager")
+    assert f"execution  {told}" in str(plan).splitlines()
+    assert plan.to_json()["execution"] == plan.execution == (execution or "eager")
     assert plan.spares_host == ("1 layer" in told)
 
 
 def test_a_plan_that_does_not_depend_on_it_says_nothing_of_it(with_host, measured):
-    assert "running" not in str(make_plan(small_and_large(), "bf16", hardware=with_host))
-    assert "running" not in str(make_plan(small_and_large(), "fp8-tensor", hardware=measured))
+    assert "execution" not in str(make_plan(small_and_large(), "bf16", hardware=with_host))
+    assert "execution" not in str(make_plan(small_and_large(), "fp8-tensor", hardware=measured))
 
 
 def prepared(model=None, **settings):
@@ -214,40 +214,40 @@ def prepared(model=None, **settings):
 
 
 def test_a_run_is_planned_as_it_was_told_and_changed_as_it_was_planned():
-    run = prepared(policy="fp32", running="captured")
-    assert run.plan.running == "captured"
-    run.change("bf16")
-    assert run.plan.running == "captured"
-    run.change("fp32", running="compiled")
-    assert run.plan.running == "compiled"
+    run = prepared(policy="fp32", execution="graphed")
+    assert run.plan.execution == "graphed"
+    run.set_policy("bf16")
+    assert run.plan.execution == "graphed"
+    run.set_policy("fp32", execution="compiled")
+    assert run.plan.execution == "compiled"
 
 
 def test_a_run_whose_model_was_compiled_since_is_changed_as_a_compiled_one():
     run = prepared(policy="fp32")
-    assert run.plan.running == "eager"
+    assert run.plan.execution == "eager"
     run.model.compile()
-    run.change("bf16")
-    assert run.plan.running == "compiled"
+    run.set_policy("bf16")
+    assert run.plan.execution == "compiled"
 
 
 def test_a_plan_made_for_another_way_to_run_is_refused_beside_it(cpu):
     model = nn.Sequential(nn.Linear(16, 16))
     plan = make_plan(model, "fp32", hardware=cpu)
-    with pytest.raises(RecipeError, match=r"made for eager passes.*plan\(…, running='captured'\)"):
-        prepared(model, policy=plan, running="captured")
-    run = prepared(model, policy=plan, running="eager")
-    with pytest.raises(RecipeError, match="made for eager passes"):
-        run.change(plan, running="compiled")
+    with pytest.raises(ConfigError, match=r"made for eager passes.*plan\(…, execution='graphed'\)"):
+        prepared(model, policy=plan, execution="graphed")
+    run = prepared(model, policy=plan, execution="eager")
+    with pytest.raises(ConfigError, match="made for eager passes"):
+        run.set_policy(plan, execution="compiled")
 
 
 def test_a_graphed_step_says_what_a_plan_for_eager_ones_left_out(cpu):
     model = nn.Sequential(nn.Linear(16, 16))
     plan = make_plan(model, "fp32", hardware=cpu)
     run = prepared(model, policy=plan)
-    assert "running=" not in repr(run.graphed(model))
+    assert "execution=" not in repr(run.graphed(model))
     run.release()
     spared = tuple(dataclasses.replace(each, spares_host=True) for each in plan.modules)
     run = prepared(model, policy=dataclasses.replace(plan, modules=spared))
     told = repr(run.graphed(model))
     assert "keeps 1 of the modules wider" in told
-    assert 'run.change(…, running="captured")' in told
+    assert 'run.set_policy(…, execution="graphed")' in told

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.plan.plan import make_plan
 
 
@@ -52,7 +52,7 @@ def test_samples_with_weights_and_complex_weights_train_in_16_bits(policy):
     assert run.model.bag.weight.dtype != torch.float32
     losses = []
     for _ in range(20):
-        with run.compute():
+        with run.autocast():
             loss = run.model(IDS, WEIGHTS).float().square().mean()
         run.step(loss)
         losses.append(loss.item())
@@ -71,13 +71,13 @@ def test_the_products_of_the_model_itself_are_in_its_format_and_those_inside_in_
     run = prepared("bf16; .: fp32")
     seen = {}
     run.model.head.register_forward_hook(lambda m, x, y: seen.update(x=x[0], y=y))
-    with run.compute():
+    with run.autocast():
         run.model(IDS, WEIGHTS)
         mixed = run.model.filter(run.model.bag(IDS, per_sample_weights=WEIGHTS))
     assert torch.equal(seen["x"], mixed @ run.model.gain)  # plain fp32
     assert torch.equal(seen["y"].float(), seen["y"].bfloat16().float())
-    run.change("bf16")
-    with run.compute():
+    run.set_policy("bf16")
+    with run.autocast():
         run.model(IDS, WEIGHTS)
     assert not torch.equal(seen["x"], mixed @ run.model.gain)
 
@@ -86,5 +86,5 @@ def test_a_point_stands_for_a_model_without_weights_of_its_own_too(cpu):
     model = nn.Sequential(nn.Linear(16, 16))
     assert make_plan(model, "bf16; .: fp32", hardware=cpu).module("").policy.forward == "fp32"
     assert not any(m.name == "" for m in make_plan(model, "bf16", hardware=cpu).modules)
-    with pytest.raises(RecipeError, match="matches no module"):
+    with pytest.raises(ConfigError, match="matches no module"):
         make_plan(model, "bf16; ..: fp32", hardware=cpu)

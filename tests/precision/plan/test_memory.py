@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.precision.plan.memory import block_names
 from narrowcast.workloads.lm.model import build_gpt
@@ -65,10 +65,10 @@ BLOCKS = {
 def test_repeated_modules_are_found_wherever_they_lie_prepared_or_not(build, names):
     model = build()
     assert list(block_names(model)) == names
-    plan = nc.plan(model, "bf16", hardware=CPU, memory=nc.Memory(checkpoint="blocks"))
+    plan = nc.plan(model, "bf16", hardware=CPU, memory=nc.Memory(activation_checkpointing="blocks"))
     assert list(plan.memory.blocks) == names
     assert "computed again in the backward pass, whole" in str(plan)
-    assert plan.to_json()["memory"]["checkpoint"] == "blocks"
+    assert plan.to_json()["memory"]["activation_checkpointing"] == "blocks"
 
 
 def test_a_prepared_model_has_the_blocks_it_had():
@@ -82,27 +82,30 @@ def test_layers_side_by_side_are_no_blocks_and_globs_say_what_is():
     model = nn.Sequential(
         nn.ModuleDict({"a": layer(), "b": nn.Tanh()}), nn.ModuleList([nn.Linear(4, 4)] * 2)
     )
-    with pytest.raises(RecipeError, match=r"no list of several modules .*memory\.blocks"):
+    with pytest.raises(ConfigError, match=r"no list of several modules .*memory\.blocks"):
         block_names(model)
     assert block_names(model, ["0.a"]) == ("0.a",)
     assert block_names(model, ["0.*", "1.*"]) == ("0.a", "0.b", "1.0")
-    with pytest.raises(RecipeError, match=r"matches no module; did you mean 0\.a"):
+    with pytest.raises(ConfigError, match=r"matches no module; did you mean 0\.a"):
         block_names(model, ["0.aa"])
-    with pytest.raises(RecipeError, match=r'ModuleList, which is never called itself.*"1\.\*"'):
+    with pytest.raises(ConfigError, match=r'ModuleList, which is never called itself.*"1\.\*"'):
         block_names(model, ["1"])
 
 
 REFUSED = {
-    "checkpoint=block": ({"checkpoint": "block"}, "did you mean blocks"),
+    "checkpoint=block": ({"activation_checkpointing": "block"}, "did you mean blocks"),
     "offload=moments": ({"offload": ["moments"]}, "write some of optimizer, activations"),
-    "a text": ({"checkpoint": "blocks", "blocks": "layers.*"}, r"write a list: \['layers\.\*'\]"),
+    "a text": (
+        {"activation_checkpointing": "blocks", "blocks": "layers.*"},
+        r"write a list: \['layers\.\*'\]",
+    ),
     "blocks of nothing": ({"blocks": ["layers.*"]}, "nothing is done by block"),
 }
 
 
 @pytest.mark.parametrize(("given", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_means_nothing_is_refused_with_what_to_write(given, words):
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(ConfigError, match=words):
         nc.Memory(**given)
 
 
@@ -124,8 +127,8 @@ def test_a_plan_says_which_bytes_leave_the_device():
 def test_what_transformers_compute_again_is_not_computed_a_third_time():
     model = llama()
     model.gradient_checkpointing_enable()
-    memory = nc.Memory(checkpoint="blocks")
-    with pytest.raises(RecipeError, match="own gradient checkpointing is on"):
+    memory = nc.Memory(activation_checkpointing="blocks")
+    with pytest.raises(ConfigError, match="own gradient checkpointing is on"):
         nc.plan(model, "bf16", hardware=CPU, memory=memory)
     model.gradient_checkpointing_disable()
     assert nc.plan(model, "bf16", hardware=CPU, memory=memory).memory.blocks
@@ -134,4 +137,4 @@ def test_what_transformers_compute_again_is_not_computed_a_third_time():
 def test_products_that_are_written_over_cannot_be_kept():
     model = nn.Sequential(layer(), layer())
     with pytest.raises(UnsupportedError, match=r"0\.1 writes over .*inplace=False"):
-        nc.plan(model, "fp32", hardware=CPU, memory=nc.Memory(checkpoint="selective"))
+        nc.plan(model, "fp32", hardware=CPU, memory=nc.Memory(activation_checkpointing="selective"))

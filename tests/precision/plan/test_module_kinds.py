@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.precision.plan.module_kinds import kind_of
+from narrowcast.precision.plan.module_kinds import module_kind
 
 
 class LlamaRMSNorm(nn.Module):
@@ -57,7 +57,7 @@ MODULES = [
 
 @pytest.mark.parametrize(("module", "kind"), MODULES, ids=lambda v: str(v).split("(")[0])
 def test_a_module_is_of_the_kind_its_class_or_name_says(module, kind):
-    assert kind_of(module) == kind
+    assert module_kind(module) == kind
 
 
 def test_every_norm_torch_has_is_a_normalisation():
@@ -66,4 +66,4 @@ def test_every_norm_torch_has_is_a_normalisation():
     arguments = {"GroupNorm": (1, 2), "CrossMapLRN2d": (2,)}
     with torch.device("meta"):
         built = [getattr(nn, n)(*arguments.get(n, (2,))) for n in norms if "Lazy" not in n]
-    assert {kind_of(norm) for norm in built} == {"normalisation"}
+    assert {module_kind(norm) for norm in built} == {"normalisation"}

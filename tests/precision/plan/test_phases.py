@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.plan.phases import PHASES, PhasePolicies, bytes_a_number
 
 DISTRIBUTION = {"warmup": 0.1, "full": 0.2, "predict": 0.6, "correct": 0.1}
@@ -55,28 +55,28 @@ def test_block_formats_count_their_scales():
 
 @pytest.mark.parametrize("bad", ["predct", "", "evaluate"])
 def test_a_phase_that_is_none_is_refused(bad):
-    with pytest.raises(RecipeError, match="the phases are warmup, full, predict, correct"):
+    with pytest.raises(ConfigError, match="the phases are warmup, full, predict, correct"):
         PhasePolicies(overrides={bad: "bf16"})
 
 
 def test_a_misspelt_phase_is_guessed():
-    with pytest.raises(RecipeError, match="did you mean predict"):
+    with pytest.raises(ConfigError, match="did you mean predict"):
         PhasePolicies().policy("predct")
 
 
 def test_a_policy_that_is_none_is_refused():
-    with pytest.raises(RecipeError, match="no preset is named 'fp61'"):
+    with pytest.raises(ConfigError, match="no preset is named 'fp61'"):
         PhasePolicies().with_phase("full", "fp61")
 
 
 @pytest.mark.parametrize("shares", [{}, {"full": 0.9}, {"full": 0.6, "predict": 0.6}])
 def test_shares_that_do_not_make_one_are_refused(shares):
-    with pytest.raises(RecipeError, match="write shares that make 1"):
+    with pytest.raises(ConfigError, match="write shares that make 1"):
         PhasePolicies().share_of_fp32(shares)
 
 
 def test_a_negative_share_is_refused():
-    with pytest.raises(RecipeError, match=r"full has -0.1 of the steps"):
+    with pytest.raises(ConfigError, match=r"full has -0.1 of the steps"):
         PhasePolicies().share_of_fp32({"predict": 1.0, "full": -0.1})
 
 

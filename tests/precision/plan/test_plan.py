@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.hardware import Support, probe
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.hardware import Support, detect_hardware
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.plan.policy import Policy
 
@@ -134,7 +134,7 @@ def test_what_no_device_here_can_run_is_refused_and_not_called_native(cpu):
 
 
 def test_a_glob_that_matches_nothing_is_refused_with_the_nearest_name(cpu):
-    with pytest.raises(RecipeError, match=r"`haed: fp32` matches no module; did you mean head"):
+    with pytest.raises(ConfigError, match=r"`haed: fp32` matches no module; did you mean head"):
         make_plan(Model(), "bf16; haed: fp32", hardware=cpu)
 
 
@@ -193,7 +193,7 @@ def test_a_model_without_storage_can_be_planned(cpu):
 
 
 def test_this_machines_own_reasons_reach_the_plan():
-    hardware = probe("cpu")
+    hardware = detect_hardware("cpu")
     module_plan = make_plan(nn.Linear(16, 16), "fp8-tensor", hardware=hardware).modules[0]
     assert module_plan.reason == "emulated: no CPU has e4m3 products"
 
@@ -266,7 +266,7 @@ def test_a_trained_weight_is_not_widened_by_a_frozen_neighbour(cpu):
 
 def test_a_plan_is_for_the_device_that_the_model_is_on():
     model = nn.Linear(4, 4)
-    assert make_plan(model, "bf16") == make_plan(model, "bf16", hardware=probe("cpu"))
+    assert make_plan(model, "bf16") == make_plan(model, "bf16", hardware=detect_hardware("cpu"))
     with torch.device("meta"):
         nowhere = nn.Linear(4, 4)
-    assert make_plan(nowhere, "bf16").hardware == probe("auto")
+    assert make_plan(nowhere, "bf16").hardware == detect_hardware("auto")

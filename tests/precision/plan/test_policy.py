@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.plan.policy import Policy, parse_policy
 from narrowcast.precision.plan.presets import PRESETS, policy_from
 
@@ -99,7 +99,7 @@ REFUSALS = [
     ("params=fp16, master=split", "master=split holds the missing bits of bf16"),
     ("params=fp16, master=none", "write master=fp32, kahan or stochastic"),
     ("forward=e4m3", "needs a scale; write scaling=tensor"),
-    ("accumulate=bf16", "accumulate is one of fp32"),
+    ("accumulator=bf16", "accumulator is one of fp32"),
     ("params=bf16, grads=fp16", "write grads=fp32"),
     ("params=bf16, master=none, moments=fp32", "write moments=bf16 or int8"),
 ]
@@ -107,18 +107,18 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("text", "says"), REFUSALS)
 def test_what_cannot_be_is_refused_with_what_to_write(text, says):
-    with pytest.raises(RecipeError, match=says):
+    with pytest.raises(ConfigError, match=says):
         policy_from(text)
 
 
 def test_all_problems_are_told_at_once():
-    with pytest.raises(RecipeError, match=r"master=splitt.*params=bf61"):
+    with pytest.raises(ConfigError, match=r"master=splitt.*params=bf61"):
         Policy(params="bf61", master="splitt")
 
 
 @pytest.mark.parametrize("glob", ["", "a:b", "a;b"])
 def test_an_exception_that_could_not_be_read_back_is_refused(glob):
-    with pytest.raises(RecipeError, match="is not an exception"):
+    with pytest.raises(ConfigError, match="is not an exception"):
         Policy(exceptions=((glob, "fp32"),))
 
 
@@ -204,7 +204,7 @@ def test_the_head_of_an_fp8_policy_is_in_bf16_unless_something_else_is_written()
     assert policy_from("fp8-delayed, head=fp32").for_module("head").forward == "fp32"
     assert policy_from("fp8-delayed; head: fp32").for_module("head").forward == "fp32"
     assert policy_from("fp8-delayed, compute=fp32").for_module("head").forward == "fp32"
-    with pytest.raises(RecipeError, match="head is one of fp32, bf16, fp16"):
+    with pytest.raises(ConfigError, match="head is one of fp32, bf16, fp16"):
         policy_from("fp8-delayed, head=e4m3")
 
 

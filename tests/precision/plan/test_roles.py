@@ -75,7 +75,7 @@ def observed(text):
     grad_output = torch.randn(ROWS, OUT)
     products = Products()
     with products:
-        with run.compute():
+        with run.autocast():
             output = model(x)
         run.backward((output.float() * grad_output).sum())
     given = x.detach(), grad_output * (1.0 if scale is None else scale.init_scale)

@@ -7,10 +7,10 @@ import pytest
 
 import narrowcast as nc
 from narrowcast.config.common_sections import TaskName
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.precision.plan.plan import make_plan
-from narrowcast.precision.plan.tasks import TASKS, optimal_precision, size_of
+from narrowcast.precision.plan.tasks import TASKS, model_size_class, optimal_precision
 
 NATIVE = Support(how="native", reason="it does")
 GIB = 2**30
@@ -106,7 +106,7 @@ def test_a_task_gets_its_row(task):
                 "precision.loss_scale.growth_interval": growth_interval,
                 "precision.adapt.overflows": 5 if policy == "fp16" else 0,
                 "clip_norm": clip_norm,
-                "memory.checkpoint": checkpoint,
+                "memory.activation_checkpointing": checkpoint,
                 "memory.offload": ("optimizer",) if has_host_memory else (),
             }, (on, size)
 
@@ -145,13 +145,13 @@ def test_a_machine_has_the_class_of_its_compute_capability(on, expected):
     ],
 )
 def test_the_size_of_a_model_is_by_its_parameters(parameters, expected):
-    assert size_of(parameters) == expected
+    assert model_size_class(parameters) == expected
     assert optimal_precision("sft", parameters, MACHINES["9.0"]).size == expected
 
 
 @pytest.mark.parametrize("size", [None, -1, True, math.nan, math.inf, [1], "7B"])
 def test_a_size_that_is_none_raises(size):
-    with pytest.raises(RecipeError, match="model_size"):
+    with pytest.raises(ConfigError, match="model_size"):
         optimal_precision("sft", size, MACHINES["9.0"])
 
 
@@ -192,10 +192,10 @@ def test_what_cannot_be_offloaded_is_told():
 
 
 def test_a_misspelt_task_is_refused_with_a_suggestion():
-    with pytest.raises(RecipeError, match="did you mean generation"):
+    with pytest.raises(ConfigError, match="did you mean generation"):
         nc.optimal_precision("genration", "small", MACHINES["cpu"])
 
 
 def test_a_size_that_is_none_is_refused():
-    with pytest.raises(RecipeError, match="a model is small, medium, large"):
+    with pytest.raises(ConfigError, match="a model is small, medium, large"):
         nc.optimal_precision("sft", "huge", MACHINES["cpu"])

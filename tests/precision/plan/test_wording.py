@@ -62,7 +62,7 @@ def test_what_a_plan_refuses_is_said_in_words_that_a_loop_has_too():
 
 def test_a_watch_advises_a_policy():
     model = nn.Sequential(nn.Linear(8, 8))
-    with nc.watch(model, policy="fp16", every=1) as watch:
+    with nc.monitor(model, policy="fp16", every=1) as watch:
         model(torch.full((4, 8), 1e5)).sum().backward()
         (found,) = [each for each in watch.step() if each.role == "input"]
     assert found.advice == 'try policy="fp16; 0: bf16"'

@@ -507,7 +507,7 @@ def test_powers_are_compiled_however_they_are_written(policy, name):
 
     found = []
     for each in (loss_of, torch.compile(loss_of, backend="aot_eager")):
-        with run.compute():
+        with run.autocast():
             loss = each(x)
         found.append((loss, *torch.autograd.grad(loss, model.parameters())))
     assert all(map(torch.equal, *found))
@@ -520,12 +520,12 @@ def test_rows_of_several_lengths_are_those_of_one_after_the_other(policy):
     model = nn.Linear(IN, OUT)
     run = nc.prepare(model, SGD(model.parameters(), lr=0.1), policy=policy, emulate=True)
     given = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    with run.compute():
+    with run.autocast():
         together = model(torch.cat(rows))
         found = model(given)
     assert torch.equal(found.values(), together)
     assert torch.equal(found.offsets(), given.offsets())
     turned = given.unflatten(-1, (1, IN)).transpose(1, 2)  # torch takes none of these either
-    with pytest.raises(UnsupportedError, match="differ in dimension 2"), run.compute():
+    with pytest.raises(UnsupportedError, match="differ in dimension 2"), run.autocast():
         model(turned)
     assert run.step(found.values().float().square().mean()).applied

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.precision.products.in_force import in_force
+from narrowcast.precision.products.active_region import active_region
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 POLICIES = [
@@ -76,9 +76,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_outside_its_passes_a_model_computes_as_inside(policy, way):
     run = fresh(policy)
-    with run.compute():
+    with run.autocast():
         inside = WAYS[way](run.model)
-    assert in_force() is None
+    assert active_region() is None
     outside = WAYS[way](run.model)
     assert outside.dtype == inside.dtype
     assert torch.equal(outside, inside)
@@ -89,7 +89,7 @@ def test_what_leaves_an_exception_of_16_bits_goes_on_in_the_formats_around_it(cu
     model = Model().to(cuda)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run, x = nc.prepare(model, optimizer, policy="fp32; encoder: bf16"), X.to(cuda)
-    with run.compute():
+    with run.autocast():
         encoded, loss = model.encoder(x), model(x).square().mean()
     assert encoded.dtype == torch.float32
     assert run.step(loss).applied
@@ -102,9 +102,9 @@ def test_what_leaves_an_exception_of_16_bits_goes_on_in_the_formats_around_it(cu
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16; head: fp32"])
 def test_inside_the_pass_of_another_model_it_is_in_its_own_policy(policy, around, way):
     run, other = fresh(policy), fresh(around)
-    with run.compute():
+    with run.autocast():
         alone = WAYS[way](run.model)
-    with other.compute():
+    with other.autocast():
         before = WAYS[way](other.model)
         within = WAYS[way](run.model)
         after = WAYS[way](other.model)
@@ -116,7 +116,7 @@ def test_a_model_in_fp32_is_plain_inside_the_pass_of_another():
     torch.manual_seed(0)
     expected = Model()(X)
     run, other = fresh("fp32"), fresh("bf16")
-    with other.compute():
+    with other.autocast():
         assert torch.equal(run.model(X), expected)
         assert torch.equal(run.model(X.bfloat16()), run.model(X.bfloat16().float()))
 
@@ -125,20 +125,20 @@ def test_a_model_that_is_not_prepared_is_in_the_formats_around_it():
     torch.manual_seed(0)
     teacher = Model()
     run = fresh("bf16")
-    with run.compute():
+    with run.autocast():
         assert torch.equal(teacher(X), run.model(X))
 
 
 def test_a_pass_inside_a_pass_puts_back_what_was():
     run, other = fresh("bf16"), fresh("fp16")
-    with run.compute():
+    with run.autocast():
         first = run.model(X)
-        with other.compute():
-            with run.compute():
+        with other.autocast():
+            with run.autocast():
                 assert torch.equal(run.model(X), first)
             assert torch.equal(other.model(X), fresh("fp16").model(X))
         assert torch.equal(run.model(X), first)
-        with pytest.raises(ValueError, match="stop"), other.compute():
+        with pytest.raises(ValueError, match="stop"), other.autocast():
             raise ValueError("stop")
         assert torch.equal(run.model(X), first)
 
@@ -146,7 +146,7 @@ def test_a_pass_inside_a_pass_puts_back_what_was():
 def test_gradients_are_those_of_the_policy_too():
     def gradients(run, inside):
         if inside:
-            with run.compute():
+            with run.autocast():
                 loss = run.model.encode(X).square().mean()
         else:
             loss = run.model.encode(X).square().mean()
@@ -161,7 +161,7 @@ def test_methods_keep_their_names_and_a_generator_its_own_time():
     run = fresh("bf16")
     assert run.model.encode.__doc__ == Model.encode.__doc__
     rows = list(run.model.rows(X[:2]))
-    with run.compute():
+    with run.autocast():
         assert torch.equal(rows[0], run.model.encode(X[0]))
 
 
@@ -169,7 +169,7 @@ def test_methods_keep_their_names_and_a_generator_its_own_time():
 def test_a_compiled_part_is_in_its_policy_inside_and_outside(policy):
     run = fresh(policy)
     part = torch.compile(run.model.encoder, backend="aot_eager", fullgraph=True)
-    with run.compute():
+    with run.autocast():
         inside, expected = part(X), run.model.encoder(X)
     outside = part(X)
     assert torch.equal(inside, expected)
@@ -184,10 +184,10 @@ def test_threads_are_apart():
     found = {}
 
     def compute(key, one):
-        with one.compute():
+        with one.autocast():
             found[key] = one.model(X)
 
-    with run.compute():
+    with run.autocast():
         thread = threading.Thread(target=compute, args=("other", other))
         thread.start()
         thread.join()
@@ -218,7 +218,7 @@ def test_an_island_is_one_where_checkpointing_computes_it_again(policy, inside):
         torch.manual_seed(0)
         model = WithIsland(reentrant)
         run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
-        with run.compute():
+        with run.autocast():
             loss = model(X.clone().requires_grad_()).float().square().mean()
             if inside:
                 run.backward(loss)
@@ -233,7 +233,7 @@ def test_an_island_is_one_where_checkpointing_computes_it_again(policy, inside):
 
 def test_a_reduced_format_of_sums_is_no_autocast():
     run = fresh("fp32, reduce=bf16; encoder: bf16")
-    with run.compute():
+    with run.autocast():
         hidden = run.model.encoder.layers[0](X)
     assert torch.equal(hidden, hidden.bfloat16().float())
 
@@ -247,26 +247,26 @@ def test_a_pass_that_cannot_begin_leaves_nothing_in_force(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(run.engine.buffers, "begin_pass", fails)
-        with pytest.raises(MemoryError), run.compute():
+        with pytest.raises(MemoryError), run.autocast():
             pass
-    assert in_force() is None
+    assert active_region() is None
     assert not torch.is_autocast_enabled("cpu")
     assert torch.equal(run.model(X), before)
 
 
 def test_one_pass_object_may_be_entered_inside_itself():
     run = fresh("bf16")
-    compute = run.compute()
+    compute = run.autocast()
     with compute:
         with compute:
             inner = run.model(X)
         assert torch.equal(run.model(X), inner)
-    assert in_force() is None
+    assert active_region() is None
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-tensor", "bf16, params=bf16, master=fp32"])
 def test_an_exported_program_computes_as_the_model(policy):
     run = fresh(policy)
     exported = torch.export.export(run.model, (X,), strict=False).module()
-    assert in_force() is None
+    assert active_region() is None
     assert torch.equal(exported(X), run.model(X))

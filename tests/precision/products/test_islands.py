@@ -51,7 +51,7 @@ def test_angles_of_an_island_have_all_digits_and_the_layer_outside_is_rounded(po
     torch.manual_seed(0)
     model, x = Rotary(), make(0, 512, 32)
     run = prepared(model, policy)
-    with run.compute():
+    with run.autocast():
         output, angles = model(x)
     assert torch.equal(angles, torch.outer(torch.arange(512.0), model.frequencies))
     assert on_grid(output, DTYPES.get(policy, torch.bfloat16))
@@ -59,7 +59,7 @@ def test_angles_of_an_island_have_all_digits_and_the_layer_outside_is_rounded(po
 
 def test_code_that_asks_hears_the_truth():
     run = prepared(nn.Linear(8, 8), "fp16")
-    with run.compute():
+    with run.autocast():
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == torch.float16
     assert not torch.is_autocast_enabled("cpu")
@@ -68,7 +68,7 @@ def test_code_that_asks_hears_the_truth():
 def test_another_16_bit_format_nested_in_a_region_is_emulated():
     run = prepared(nn.Linear(8, 8), "bf16")
     a = make(0, 8, 8)
-    with run.compute():
+    with run.autocast():
         with torch.autocast("cpu", dtype=torch.float16):
             inside = a @ a, F.linear(a, a)
         outside = a @ a
@@ -99,7 +99,7 @@ def test_no_native_product_is_asked_for_in_a_region_or_on_an_island(function, wh
     for dtype in (torch.float32, torch.bfloat16) if where == "island" else (torch.float32,):
         leaf = a.to(dtype).requires_grad_()
         torch.manual_seed(0)
-        with run.compute(), torch.autocast("cpu", enabled=where == "outside"):
+        with run.autocast(), torch.autocast("cpu", enabled=where == "outside"):
             result = function(leaf)
             loss = result.float().pow(2).sum()
             (inside,) = torch.autograd.grad(loss, leaf, retain_graph=True)
@@ -127,7 +127,7 @@ def test_a_layer_in_fp8_is_fp32_on_an_island():
     model, x = Model(), make(0, 4, 32)
     exact = model(x)
     run = prepared(model, "fp8-tensor")
-    with run.compute():
+    with run.autocast():
         inside, outside = model(x)
     assert torch.equal(inside, exact[0])
     assert not torch.equal(outside, exact[1])
@@ -172,7 +172,7 @@ def test_custom_functions_are_in_the_format_both_ways_or_in_fp32_both_ways(by):
     for function, rounded in ((Scaled, True), (ScaledInFp32, False)):
         x.grad, model = None, ByFunction(function)
         run = prepared(model, "bf16")
-        with run.compute():
+        with run.autocast():
             output = model(x)
             loss = output.pow(2).sum()
             if by == "grad":
@@ -223,7 +223,7 @@ def test_a_layer_is_in_its_policy_in_a_backward_pass_of_ones_own_too(policy, whe
     torch.manual_seed(0)
     model, x = Model(), make(0, 8, 32).requires_grad_()
     run = prepared(model, policy)
-    with run.compute():
+    with run.autocast():
         output = model(x)
         loss = output.float().pow(2).mean()
         if where == "inside":
@@ -241,7 +241,7 @@ def test_a_pass_that_is_run_again_has_the_islands_of_the_first(policy, reentrant
         torch.manual_seed(0)
         model, x = Rotary(), make(0, 64, 32).requires_grad_()
         run = prepared(model, policy)
-        with run.compute():
+        with run.autocast():
             loss = wrap(lambda x: model(x)[0], x).pow(2).mean()
         run.step(loss)
         return x.grad, *model.parameters()
@@ -254,7 +254,7 @@ def test_a_pass_that_is_run_again_has_the_islands_of_the_first(policy, reentrant
 def test_a_backward_pass_that_no_region_sees_is_refused():
     run = prepared(nn.Linear(8, 8), "bf16")
     a = make(0, 8, 8).requires_grad_()
-    with run.compute():
+    with run.autocast():
         loss = (a @ a).sum()
         with pytest.raises(UnsupportedError, match=r"call loss\.backward\(\) in its place"):
             torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss), torch.ones(()))
@@ -275,14 +275,14 @@ def test_a_module_in_another_format_is_fp32_on_an_island():
     model, x = Model(), make(0, 4, 16)
     exact = model(x)
     run = prepared(model, "bf16; other*: fp16")
-    with run.compute():
+    with run.autocast():
         assert torch.equal(model(x), exact)
 
 
 def test_backward_passes_inside_a_region_take_all_that_torch_takes():
     run = prepared(nn.Linear(8, 8), "bf16")
     a, b = make(0, 8, 8).requires_grad_(), make(1, 8, 8).requires_grad_()
-    with run.compute():
+    with run.autocast():
         product = a @ b
         product.backward(torch.ones(8, 8), retain_graph=True, inputs=[a])
         assert b.grad is None

@@ -245,7 +245,7 @@ def test_a_model_is_in_its_policy_outside_compute(policy):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = nc.prepare(model, optimizer, policy=policy, emulate=True)
     tokens = torch.randint(0, 16, (2, 8))
-    with run.compute():
+    with run.autocast():
         inside = model(tokens)
     assert torch.equal(model(tokens), inside)
     plain = run.release()(tokens)

@@ -64,7 +64,7 @@ def test_a_gradient_penalty_has_the_gradients_of_fp64(policy):
     run = nc.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy, emulate=True
     )
-    with run.compute():
+    with run.autocast():
         loss = penalty(model, x)
     assert error(gradients_of(loss, model), exact) < BOUNDS[policy]
 
@@ -83,7 +83,7 @@ def test_a_gradient_penalty_is_as_near_to_fp64_as_that_of_torchs_own_amp(error_o
     run = nc.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16", emulate=True
     )
-    with run.compute():
+    with run.autocast():
         assert error(gradients_of(penalty(model, x), model), exact) < 2 * error_of_amp
 
 
@@ -164,7 +164,7 @@ def test_a_critic_learns_under_a_gradient_penalty(policy):
     losses = []
     for step in range(12):
         real, fake = make(step, 16, 32) + 1, make(step + 100, 16, 32) - 1
-        with run.compute():
+        with run.autocast():
             loss = model(fake).mean() - model(real).mean() + 10 * penalty(model, (real + fake) / 2)
         losses.append(float(loss.detach()))
         run.step(loss)

@@ -47,7 +47,7 @@ def prepared(policy):
         model, torch.optim.SGD(model.parameters(), lr=0.0), policy=policy, emulate=True
     )
     if "delayed" in policy:  # so that there are scales from the past, with room for gradients
-        with run.compute():
+        with run.autocast():
             loss = 8 * model(make(9, 8, 32)).pow(2).mean()
         run.step(loss)
         model.zero_grad()
@@ -66,7 +66,7 @@ def test_gradients_of_each_sample_are_those_of_the_sample_alone(policy):
     run, model = prepared(policy)
     samples = make(1, 5, 8, 32)
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    with run.compute():
+    with run.autocast():
         each = vmap(grad(loss_of(model)), in_dims=(None, 0))(weights, samples)
         alone = [
             torch.autograd.grad(model(x).float().pow(2).mean(), list(model.parameters()))
@@ -83,7 +83,7 @@ def test_grad_and_vjp_are_what_autograd_says(policy):
     run, model = prepared(policy)
     x = make(1, 8, 32)
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    with run.compute():
+    with run.autocast():
         found = grad(loss_of(model))(weights, x)
         value, pull = vjp(model, x)
         (pulled,) = pull(torch.full_like(value, 2.0**-10))
@@ -102,9 +102,9 @@ BOUNDS = {"bf16": 2.0**-4, "tf32": 2.0**-8, "fp8-tensor": 0.35, "fp8-delayed": 0
 def test_jacobians_forwards_and_backwards_are_those_of_fp64(policy):
     run, model = prepared(policy)
     wide, x, direction = Small().double(), make(1, 4, 32), make(2, 4, 32)
-    wide.load_state_dict(run.full_weights())
+    wide.load_state_dict(run.fp32_state_dict())
     exact = jacrev(wide)(x.double())
-    with run.compute():
+    with run.autocast():
         found = {"backwards": jacrev(model)(x), "forwards": jacfwd(model)(x)}
         _, along = jvp(model, (x,), (direction,))
     for way, jacobian in found.items():
@@ -123,7 +123,7 @@ def test_a_hessian_is_that_of_fp64(policy):
     )
     x = make(1, 1, 32)
     exact = hessian(lambda x: wide(x).pow(2).sum())(x.double())
-    with run.compute():
+    with run.autocast():
         found = hessian(lambda x: model(x).float().pow(2).sum())(x)
     assert error(found, exact) < BOUNDS[policy]
 
@@ -132,7 +132,7 @@ def test_what_a_transform_saw_leaves_no_trace_in_delayed_scales():
     run, model = prepared("fp8-delayed")
     before = {k: v.clone() for k, v in run.engine.fp8.state_dict().items()}
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    with run.compute():
+    with run.autocast():
         vmap(grad(loss_of(model)), in_dims=(None, 0))(weights, 100 * make(1, 5, 8, 32))
     after = run.engine.fp8.state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before)

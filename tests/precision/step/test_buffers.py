@@ -159,7 +159,7 @@ def prepared(model, policy="fp16", **settings):
 
 
 def step(run, x=GOOD, *, bad=False):
-    with run.compute():
+    with run.autocast():
         loss = run.model(x).float().square().mean()
     return run.step(loss * math.inf if bad else loss)
 
@@ -207,7 +207,7 @@ def test_what_the_user_writes_around_the_passes_stays(when):
 
     write("before")
     for number in range(2):
-        with run.compute():
+        with run.autocast():
             loss = model(GOOD).float().square().mean() * math.inf
         run.backward(loss)
         write("after the last pass" if number else "between passes")
@@ -221,7 +221,7 @@ def test_all_passes_of_an_accumulated_step_are_taken_back():
     run = prepared(model)
     for bad in (False, True):
         for _ in range(3):
-            with run.compute():
+            with run.autocast():
                 loss = model(GOOD).float().square().mean()
             run.backward(loss * (math.inf if bad else 1.0))
         run.step()
@@ -235,7 +235,7 @@ def test_a_recalibration_of_batch_norms_between_steps_stays(inside):
     run = prepared(model)
     step(run)
     other = GOOD * 3 + 1
-    with torch.no_grad(), run.compute() if inside else contextlib.nullcontext():
+    with torch.no_grad(), run.autocast() if inside else contextlib.nullcontext():
         for _ in range(5):
             model(other)
     before = copied(model[1])
@@ -244,7 +244,7 @@ def test_a_recalibration_of_batch_norms_between_steps_stays(inside):
 
 
 def test_a_recalibration_in_a_region_that_was_entered_with_gradients_stays():
-    """As `with run.compute(), torch.no_grad():`, where the model itself tells of its passes."""
+    """As `with run.autocast(), torch.no_grad():`, where the model itself tells of its passes."""
     norm = nn.BatchNorm1d(3)
     guard = BufferGuard(norm)
     guard.begin_pass()
@@ -298,7 +298,7 @@ def test_what_checkpointed_parts_write_going_backwards_is_taken_back(use_reentra
 def test_steps_inside_one_long_region_are_guarded_one_by_one():
     model = net()
     run = prepared(model)
-    with run.compute():
+    with run.autocast():
         run.step(model(GOOD).float().square().mean())
         before = copied(model[1])
         run.step(model(GOOD).float().square().mean() * math.inf)
@@ -310,9 +310,9 @@ def test_a_step_taken_aside_between_pass_and_step_changes_nothing_of_it():
     run = prepared(model)
     step(run)
     before = copied(model[1])
-    with run.compute():
+    with run.autocast():
         loss = model(GOOD).float().square().mean() * math.inf
-    with run.engine.isolated(), run.compute():
+    with run.engine.isolated(), run.autocast():
         model(GOOD)
     assert not run.step(loss).applied
     assert same(model[1], before)
@@ -441,7 +441,7 @@ def test_a_region_inside_compiled_code_is_traced_as_ever():
     run = prepared(model, "fp32")
 
     def loss_of(x):
-        with run.compute():
+        with run.autocast():
             return model(x).square().mean()
 
     compiled = torch.compile(loss_of, backend="eager", fullgraph=True)
@@ -469,7 +469,7 @@ class Remembering(nn.Module):
 def test_a_released_model_has_its_buffers_in_the_formats_they_came_in(policy):
     model, x = Remembering(), torch.randn(3, 6)
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy=policy)
-    with run.compute():
+    with run.autocast():
         loss = model(x).float().square().mean()
     run.step(loss)
     state = model.state.float()

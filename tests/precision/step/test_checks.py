@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 
 
 def adamw(model, **settings):
@@ -22,7 +22,7 @@ def test_a_model_or_part_of_one_that_is_prepared_is_refused_until_released(mlp, 
     optimizer = adamw(model)
     run = nc.prepare(model, optimizer, policy=policy)
     second = optimizer if which == "with the same optimizer" else adamw(other)
-    with pytest.raises(RecipeError, match=r"is prepared already; .*call release\(\) on that first"):
+    with pytest.raises(ConfigError, match=r"is prepared already; .*call release\(\) on that first"):
         nc.prepare(other, second, policy=policy)
     run.release()
     nc.prepare(other, second, policy=policy)
@@ -32,15 +32,15 @@ def test_a_model_whose_run_nobody_holds_any_more_still_has_its_optimizer(mlp):
     model = mlp()
     optimizer = adamw(model)
     nc.prepare(model, optimizer, policy="fp32")
-    with pytest.raises(RecipeError, match="this optimizer is prepared already"):
+    with pytest.raises(ConfigError, match="this optimizer is prepared already"):
         nc.prepare(model, optimizer, policy="fp32")
 
 
 def test_a_model_is_prepared_again_after_a_change_and_a_release(mlp):
     model = mlp()
     run = nc.prepare(model, adamw(model), policy="fp32")
-    run.change("bf16, params=bf16, master=split")
-    with pytest.raises(RecipeError, match="prepared already"):
+    run.set_policy("bf16, params=bf16, master=split")
+    with pytest.raises(ConfigError, match="prepared already"):
         nc.prepare(model, adamw(model), policy="fp32")
     run.release()
     nc.prepare(model, adamw(model), policy="fp32")
@@ -62,7 +62,7 @@ def test_two_runs_that_would_train_the_same_weights_are_refused(what):
     else:
         other[0].weight = one[0].weight
     first = nc.prepare(one, adamw(one), policy="fp32")
-    with pytest.raises(RecipeError, match=r"as one, an nn\.ModuleList of them"):
+    with pytest.raises(ConfigError, match=r"as one, an nn\.ModuleList of them"):
         nc.prepare(other, adamw(other), policy="fp32")
     first.release()
     both = nn.ModuleList([one, other])
@@ -74,7 +74,7 @@ def test_an_optimizer_of_another_model_is_refused_with_both_sides_named(mlp):
     model = mlp()
     optimizer = adamw(copy.deepcopy(model)[3:])
     message = r"none of the 2 parameters of the AdamW \(the first is \(16, 32\)\) is one of the 6 "
-    with pytest.raises(RecipeError, match=message + r"of the Sequential \(0\.weight is \(32, 32\)"):
+    with pytest.raises(ConfigError, match=message + r"of the Sequential \(0\.weight is \(32, 32\)"):
         nc.prepare(model, optimizer, policy="fp32")
 
 
@@ -82,7 +82,7 @@ def test_a_weight_of_the_users_own_is_trained_with_the_model(mlp):
     model, temperature = mlp(), nn.Parameter(torch.ones(()))
     optimizer = torch.optim.AdamW([*model.parameters(), temperature], lr=1e-2)
     run = nc.prepare(model, optimizer, policy="bf16")
-    with run.compute():
+    with run.autocast():
         loss = (model(torch.ones(2, 32)).float() * temperature).square().mean()
     assert run.step(loss).applied
     assert temperature != 1
@@ -90,18 +90,18 @@ def test_a_weight_of_the_users_own_is_trained_with_the_model(mlp):
 
 def test_arguments_that_changed_places_are_told(mlp):
     model = mlp()
-    with pytest.raises(RecipeError, match=r"write prepare\(model, optimizer\)"):
+    with pytest.raises(ConfigError, match=r"write prepare\(model, optimizer\)"):
         nc.prepare(adamw(model), model)
 
 
 def test_parameters_in_place_of_an_optimizer_are_told(mlp):
     model = mlp()
-    with pytest.raises(RecipeError, match=r"a generator for an optimizer; .*AdamW\(model\.param"):
+    with pytest.raises(ConfigError, match=r"a generator for an optimizer; .*AdamW\(model\.param"):
         nc.prepare(model, model.parameters())
 
 
 def test_something_in_place_of_a_model_is_told(mlp):
-    with pytest.raises(RecipeError, match=r"a function for a model; give it an nn\.Module"):
+    with pytest.raises(ConfigError, match=r"a function for a model; give it an nn\.Module"):
         nc.prepare(lambda x: x, adamw(mlp()))
 
 
@@ -130,18 +130,18 @@ NO_POLICIES = {
 @pytest.mark.parametrize(("policy", "message"), NO_POLICIES.values(), ids=NO_POLICIES)
 def test_what_is_no_policy_is_refused_with_what_to_write(mlp, policy, message):
     model = mlp()
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         nc.prepare(model, adamw(model), policy=policy)
     run = nc.prepare(model, adamw(model), policy="fp32")  # nothing was changed
-    with pytest.raises(RecipeError, match=message):
-        run.change(policy)
+    with pytest.raises(ConfigError, match=message):
+        run.set_policy(policy)
 
 
 @pytest.mark.parametrize("policy", ["bf16", nc.policy("bf16"), torch.bfloat16])
 def test_change_takes_a_policy_as_prepare_does(mlp, policy):
     model = mlp()
     run = nc.prepare(model, adamw(model), policy="fp32")
-    changed = run.change(policy)
+    changed = run.set_policy(policy)
     assert run.plan == nc.plan(model, "bf16", hardware=run.plan.hardware)
     assert {change.module for change in changed} == {"0", "3"}
 
@@ -151,11 +151,11 @@ def test_change_emulates_where_prepare_was_told_to(mlp):
     run = nc.prepare(model, adamw(model), policy="fp32", emulate=False)
     native = run.plan.hardware.support("bf16").how == "native"
     if native:
-        run.change("bf16")
+        run.set_policy("bf16")
         assert not run.plan.emulated
         return
-    with pytest.raises((RecipeError, UnsupportedError), match="emulate"):
-        run.change("bf16")
+    with pytest.raises((ConfigError, UnsupportedError), match="emulate"):
+        run.set_policy("bf16")
 
 
 @pytest.mark.parametrize("scale", [1024.0, 1024, {"loss": 1024.0}])
@@ -163,8 +163,8 @@ def test_a_number_is_the_loss_scale_to_begin_with(mlp, scale):
     model = mlp()
     run = nc.prepare(model, adamw(model), policy="fp16", loss_scale=scale)
     assert run.loss_scale == nc.LossScale(init_scale=1024.0)
-    run.change("fp32")
-    run.change("fp16", loss_scale=64.0)
+    run.set_policy("fp32")
+    run.set_policy("fp16", loss_scale=64.0)
     assert run.loss_scale == nc.LossScale(init_scale=64.0)
 
 
@@ -187,7 +187,7 @@ NO_SCALES = {
 @pytest.mark.parametrize(("scale", "message"), NO_SCALES.values(), ids=NO_SCALES)
 def test_what_is_no_loss_scale_is_refused_with_what_to_write(mlp, scale, message):
     model = mlp()
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         nc.prepare(model, adamw(model), policy="fp16", loss_scale=scale)
 
 
@@ -211,7 +211,7 @@ def test_complex_weights_are_refused_with_advice_that_works():
         nc.prepare(model, adamw(model), policy="fp32")
     model = Complex(real=True)
     run = nc.prepare(model, adamw(model), policy="bf16")
-    with run.compute():
+    with run.autocast():
         loss = model(torch.randn(3, 6)).square().mean()
     assert run.step(loss).applied
 
@@ -219,5 +219,5 @@ def test_complex_weights_are_refused_with_advice_that_works():
 @pytest.mark.parametrize("wrong", [{"clip_norm": "1"}, {"clip_norm": True}, {"ema_decay": "0.9"}])
 def test_settings_that_are_no_numbers_are_refused_by_name(wrong):
     model = nn.Linear(2, 2)
-    with pytest.raises(RecipeError, match=f"{next(iter(wrong))}=.*it is a number"):
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}=.*it is a number"):
         nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="bf16", **wrong)

@@ -25,7 +25,7 @@ def passes_of(run):
     def passes(batches):
         losses = []
         for each in batches:
-            with run.compute():
+            with run.autocast():
                 loss = nn.functional.mse_loss(run.model(each["x"]).float(), each["target"][0])
             run.backward(loss / len(batches))
             losses.append(loss.detach())
@@ -111,7 +111,7 @@ def test_graphs_of_a_few_forms_are_kept_and_each_computes_its_own():
     def passes_with_power(run, batches):
         (each,) = batches
         captures.append(each["power"])
-        with run.compute():
+        with run.autocast():
             error = run.model(each["x"]).float() - each["target"][0]
             loss = error.abs().pow(each["power"]).mean()
         run.backward(loss)

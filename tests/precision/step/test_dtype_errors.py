@@ -49,7 +49,7 @@ class Reversible(Island):
 
 def step(model, policy):
     run = nc.prepare(model, SGD(model.parameters(), 0.1), policy=policy)
-    with run.compute():
+    with run.autocast():
         loss = model(X).float().square().mean()
     run.step(loss)
     return run
@@ -72,7 +72,7 @@ def test_what_is_written_then_helps(kind):
 def test_an_error_of_other_things_is_left_as_it_is():
     model = Island()
     run = nc.prepare(model, SGD(model.parameters(), 0.1), policy="bf16, params=bf16")
-    with pytest.raises(RuntimeError, match="shapes") as caught, run.compute():
+    with pytest.raises(RuntimeError, match="shapes") as caught, run.autocast():
         model.outer(torch.ones(4, 7))
     assert not hasattr(caught.value, "__notes__")
 
@@ -82,7 +82,7 @@ def test_what_no_policy_would_help_is_left_as_it_is(wrong):
     model = nn.ModuleList([nn.Embedding(4, 4), nn.Linear(12, 12)])
     run = nc.prepare(model, SGD(model.parameters(), 0.1), policy="bf16, params=bf16")
     layer = model[0] if wrong.dim() == 1 else model[1]
-    with pytest.raises(RuntimeError) as caught, run.compute():
+    with pytest.raises(RuntimeError) as caught, run.autocast():
         layer(wrong)
     assert not hasattr(caught.value, "__notes__")
 
@@ -90,6 +90,6 @@ def test_what_no_policy_would_help_is_left_as_it_is(wrong):
 def test_it_is_said_once():
     model = Island()
     run = nc.prepare(model, SGD(model.parameters(), 0.1), policy="bf16, params=bf16")
-    with pytest.raises(RuntimeError, match="dtype") as caught, run.compute(), run.compute():
+    with pytest.raises(RuntimeError, match="dtype") as caught, run.autocast(), run.autocast():
         model(X)
     assert len(caught.value.__notes__) == 1

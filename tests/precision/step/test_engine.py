@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 
 def prepared(policy="fp16", **settings):
@@ -17,7 +17,7 @@ def prepared(policy="fp16", **settings):
 
 def run_backward(run, seed):
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
-    with run.compute():
+    with run.autocast():
         loss = run.model(x).float().square().mean()
     run.backward(loss)
 
@@ -43,7 +43,7 @@ def test_a_step_is_its_three_parts_in_a_row(policy):
 
 
 def test_lost_updates_are_metered_every_so_many_steps():
-    run = prepared(meter_every=3)
+    run = prepared(lost_updates_every=3)
     metered = []
     for seed in range(7):
         metered.append(run.engine.is_metered)
@@ -55,9 +55,9 @@ def test_lost_updates_are_metered_every_so_many_steps():
 def test_an_impossible_plan_is_refused_and_nothing_has_changed():
     run = prepared()
     other = nc.plan(nn.Sequential(nn.Linear(16, 16)), "fp32", hardware=run.plan.hardware)
-    run.engine.refuse_impossible(other)  # it names no module that this one lacks
+    run.engine.check_plan_change(other)  # it names no module that this one lacks
     stranger = nc.plan(nn.ModuleDict({"a": nn.Linear(4, 4)}), "fp32", hardware=run.plan.hardware)
     plan = run.plan
-    with pytest.raises(RecipeError, match="the plan is of another model"):
-        run.engine.refuse_impossible(stranger)
+    with pytest.raises(ConfigError, match="the plan is of another model"):
+        run.engine.check_plan_change(stranger)
     assert run.plan is plan

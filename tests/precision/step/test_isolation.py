@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.precision.step.isolation import grads_and_buffers_kept
+from narrowcast.precision.step.isolation import preserve_grads_and_buffers
 
 
 class Counting(nn.Module):
@@ -26,7 +26,7 @@ def test_gradients_and_buffers_are_the_same_tensors_with_the_same_values():
     model(torch.randn(8, 4)).square().sum().backward()
     held = {name: (t, t.clone()) for name, t in model.named_buffers()}
     grads = [(p.grad, p.grad.clone()) for p in model.parameters()]
-    with grads_and_buffers_kept(model):
+    with preserve_grads_and_buffers(model):
         assert all(p.grad is None for p in model.parameters())
         model(torch.full((8, 4), float("nan"))).sum().backward()
         assert model.norm.running_mean.isnan().all()
@@ -45,7 +45,7 @@ def test_scales_of_another_step_are_in_force_inside_and_gone_afterwards():
     assert [v.item() for v in run.engine.scale_values()] == [2.0**16, 1.0]
     with run.engine.isolated([torch.tensor(8.0), torch.tensor(4.0)]):
         assert [v.item() for v in run.engine.scale_values()] == [8.0, 4.0]
-        with run.compute():
+        with run.autocast():
             loss = model(torch.ones(2, 4)).sum()
         run.backward(loss)
         # The bias of the last layer: two rows, the scale of the loss and that of its part.
@@ -62,7 +62,7 @@ def test_a_bad_pass_aside_of_several_losses_lowers_no_scale():
     for aside in (True, False):
         x = torch.full((2, 4), float("inf") if aside else 1.0)
         for name in scales:
-            with run.compute():
+            with run.autocast():
                 loss = model(x).mean()
             if aside:
                 with run.engine.isolated():
@@ -81,7 +81,7 @@ def test_an_error_inside_gives_everything_back_too(policy):
     before = model[1].running_mean.clone()
 
     def broken():
-        with run.engine.isolated(), run.compute():
+        with run.engine.isolated(), run.autocast():
             model(torch.randn(8, 16))
             raise ValueError("in the middle")
 

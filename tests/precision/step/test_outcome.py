@@ -63,7 +63,7 @@ def test_a_weight_that_modules_share_is_as_near_the_loss_as_the_last_of_them():
     model.embed, model.norm, model.head = nn.Embedding(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
     model.head.weight = model.embed.weight
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
-    with run.compute():
+    with run.autocast():
         loss = model(torch.tensor([0, 1])).sum() * float("nan")
     made = run.step(loss)
     assert made.bad_parameters == ("norm.weight", "norm.bias", "head.weight", "head.bias")

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.errors import DivergedError, RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, DivergedError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("guarded")
 
@@ -22,7 +22,7 @@ POLICIES = ["fp32", "tf32", "bf16", "fp16", "fp8-tensor", "bf16-pure", "aggressi
 
 
 def loss_of(run, *, x=X, factor=1.0):
-    with run.compute():
+    with run.autocast():
         return F.cross_entropy(run.model(x), Y[: len(x)]) * factor
 
 
@@ -39,10 +39,10 @@ def test_the_drop_in_of_the_design_works_as_written(mlp):
 
     run = nc.prepare(model, optimizer, policy="fp16", clip_norm=1.0, scheduler=scheduler)
     for x, y in loader:
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x), y)
         outcome = run.step(loss)
-        losses.append((loss.item(), outcome.applied, outcome.why, outcome.loss_scale))
+        losses.append((loss.item(), outcome.applied, outcome.skip_reason, outcome.loss_scale))
 
     assert all(applied and not why for _, applied, why, _ in losses)
     assert losses[-1][0] < losses[0][0]
@@ -70,7 +70,7 @@ def test_any_torch_optimizer_trains_with_clipping_and_accumulation(mlp, optimize
     first = loss_of(run).item()
     for _ in range(10):
         for x, y in ((X[:4], Y[:4]), (X[4:], Y[4:])):
-            with run.compute():
+            with run.autocast():
                 loss = F.cross_entropy(model(x), y) / 2
             run.backward(loss)
         run.step()
@@ -105,8 +105,8 @@ def test_a_skip_says_which_module_and_what_the_scale_did(mlp, policy):
     run = prepared(model, policy=policy)
     model[0].weight.register_hook(lambda g: g * math.nan)
     outcome = run.step(loss_of(run))
-    assert "gradients of 1 of 6 weights are not finite, nearest the loss 0" in outcome.why
-    assert ("loss scale 65536 → 32768" in outcome.why) is (policy == "fp16")
+    assert "gradients of 1 of 6 weights are not finite, nearest the loss 0" in outcome.skip_reason
+    assert ("loss scale 65536 → 32768" in outcome.skip_reason) is (policy == "fp16")
 
 
 def test_the_module_nearest_the_loss_is_named_whatever_the_parameter_groups(mlp):
@@ -115,7 +115,7 @@ def test_the_module_nearest_the_loss_is_named_whatever_the_parameter_groups(mlp)
     vectors = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.SGD([{"params": vectors}, {"params": matrices[::-1]}], lr=0.1)
     run = nc.prepare(model, optimizer, policy="fp32")
-    assert run.step(loss_of(run, factor=math.nan)).why.endswith("nearest the loss 3")
+    assert run.step(loss_of(run, factor=math.nan)).skip_reason.endswith("nearest the loss 3")
 
 
 def test_no_module_is_to_be_overridden_where_every_gradient_is_bad(mlp):
@@ -130,7 +130,7 @@ def test_no_module_is_to_be_overridden_where_every_gradient_is_bad(mlp):
 
 def test_training_is_given_up_with_the_module_to_look_at(mlp):
     model = mlp()
-    run = prepared(model, loss_scale=nc.LossScale(init_scale=4.0), patience=5)
+    run = prepared(model, loss_scale=nc.LossScale(init_scale=4.0), max_skipped_steps=5)
     model[3].weight.register_hook(lambda g: g * math.inf)
     for _ in range(2 + 5):
         assert not run.step(loss_of(run)).applied
@@ -143,7 +143,7 @@ def test_training_is_given_up_with_the_module_to_look_at(mlp):
 
 def test_weights_that_something_else_has_spoilt_are_not_said_to_be_good(mlp):
     model = mlp()
-    run = prepared(model, policy="bf16", patience=2)
+    run = prepared(model, policy="bf16", max_skipped_steps=2)
     run.step(loss_of(run))
     with torch.no_grad():
         model[3].weight[0, 0] = math.nan
@@ -171,7 +171,7 @@ def test_the_floor_is_a_finding_told_once(mlp):
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-tensor", "bf16-pure"])
 def test_a_policy_without_a_scale_gives_up_too(mlp, policy):
-    run = prepared(mlp(), policy=policy, patience=3)
+    run = prepared(mlp(), policy=policy, max_skipped_steps=3)
     for _ in range(3):
         run.step(loss_of(run, factor=math.nan))
     with pytest.raises(DivergedError, match="3 steps in a row"):
@@ -179,7 +179,7 @@ def test_a_policy_without_a_scale_gives_up_too(mlp, policy):
 
 
 def test_a_static_scale_that_can_only_overflow_gives_up(mlp):
-    run = prepared(mlp(), loss_scale=nc.LossScale(dynamic=False), patience=3)
+    run = prepared(mlp(), loss_scale=nc.LossScale(dynamic=False), max_skipped_steps=3)
     for _ in range(3):
         run.step(loss_of(run, factor=math.nan))
     with pytest.raises(DivergedError, match="3 steps in a row"):
@@ -187,7 +187,7 @@ def test_a_static_scale_that_can_only_overflow_gives_up(mlp):
 
 
 def test_overflows_that_are_not_in_a_row_never_give_up(mlp):
-    run = prepared(mlp(), policy="bf16", patience=2)
+    run = prepared(mlp(), policy="bf16", max_skipped_steps=2)
     for i in range(12):
         run.step(loss_of(run, factor=math.inf if i % 2 else 1.0))
     assert run.stats().skipped == 6
@@ -221,7 +221,7 @@ def test_statistics_are_those_of_the_run(mlp):
 def test_measured_bytes_are_those_the_plan_foretold(policy, params, grads, master, moments):
     model = nn.Linear(32, 16, bias=False)
     run = prepared(model, optimizer=torch.optim.AdamW, policy=policy)
-    with run.compute():
+    with run.autocast():
         loss = model(X).float().square().mean()
     run.step(loss)
     measured = run.stats().bytes
@@ -238,15 +238,15 @@ def test_accumulation_equals_the_whole_batch(mlp, policy):
     for _ in range(3):
         whole.step(loss_of(whole))
         for i in range(4):
-            with parts.compute():
+            with parts.autocast():
                 x, y = X[2 * i : 2 * i + 2], Y[2 * i : 2 * i + 2]
                 loss = F.cross_entropy(parts.model(x), y) / 4
             parts.backward(loss)
         parts.step()
     eps = {"fp32": 2.0**-20, "fp16": 2.0**-10}.get(policy, 2.0**-8)
-    for name, value in whole.full_weights().items():
+    for name, value in whole.fp32_state_dict().items():
         # Three steps of 0.1 times gradients below one, each with roundings in another order.
-        assert (value - parts.full_weights()[name]).abs().max() < 3 * 0.1 * 8 * eps
+        assert (value - parts.fp32_state_dict()[name]).abs().max() < 3 * 0.1 * 8 * eps
 
 
 def test_a_bad_micro_batch_spoils_its_own_step_only(mlp):
@@ -276,9 +276,9 @@ def test_several_groups_keep_their_own_settings(mlp):
         [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[3].parameters()}], lr=0.1
     )
     run = nc.prepare(model, optimizer, policy="bf16, params=bf16, master=split")
-    before = {k: v.clone() for k, v in run.full_weights().items()}
+    before = {k: v.clone() for k, v in run.fp32_state_dict().items()}
     run.step(loss_of(run))
-    after = run.full_weights()
+    after = run.fp32_state_dict()
     changed = {k for k in before if not torch.equal(before[k], after[k])}
     assert changed == {"3.weight", "3.bias"}
 
@@ -288,9 +288,9 @@ def test_frozen_weights_stay_and_do_not_disturb(mlp, policy):
     model = mlp()
     model[0].requires_grad_(False)
     run = prepared(model, policy=policy)
-    before = {k: v.clone() for k, v in run.full_weights().items()}
+    before = {k: v.clone() for k, v in run.fp32_state_dict().items()}
     assert run.step(loss_of(run)).applied
-    after = run.full_weights()
+    after = run.fp32_state_dict()
     assert all(torch.equal(before[k], after[k]) for k in ("0.weight", "0.bias"))
     assert not torch.equal(before["3.weight"], after["3.weight"])
 
@@ -302,7 +302,7 @@ def test_weights_the_optimizer_does_not_hold_are_left_alone(mlp):
     before = model[0].weight.detach().clone()
     run.step(loss_of(run))
     assert torch.equal(model[0].weight, before)
-    assert run.full_weights()["0.weight"].dtype == torch.float32
+    assert run.fp32_state_dict()["0.weight"].dtype == torch.float32
 
 
 def test_weights_added_to_the_optimizer_later_are_refused_rather_than_left_unguarded(mlp):
@@ -310,7 +310,7 @@ def test_weights_added_to_the_optimizer_later_are_refused_rather_than_left_ungua
     run = prepared(model)
     run.optimizer.add_param_group({"params": list(extra.parameters())})
     loss = loss_of(run) + extra.weight.sum()
-    with pytest.raises(RecipeError, match=r"parameters changed after prepare\(\)"):
+    with pytest.raises(ConfigError, match=r"parameters changed after prepare\(\)"):
         run.step(loss)
 
 
@@ -319,7 +319,7 @@ def test_a_learning_rate_that_is_no_number_is_refused(mlp, lr):
     run = prepared(mlp(), policy="fp32")
     run.optimizer.param_groups[0]["lr"] = lr
     before = run.model[0].weight.detach().clone()
-    with pytest.raises(RecipeError, match=f"the learning rate is {lr}"):
+    with pytest.raises(ConfigError, match=f"the learning rate is {lr}"):
         run.step(loss_of(run))
     assert torch.equal(run.model[0].weight, before)
 
@@ -363,7 +363,7 @@ def test_release_gives_back_a_plain_model_and_optimizer_that_go_on(mlp, policy, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     run = nc.prepare(model, optimizer, policy=policy)
     run.step(loss_of(run))
-    full = {k: v.clone() for k, v in run.full_weights().items()}
+    full = {k: v.clone() for k, v in run.fp32_state_dict().items()}
     run.release()
     assert [type(m) for m in model.modules()] == classes
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
@@ -400,7 +400,7 @@ def test_the_keys_of_the_state_are_those_of_the_plain_model(mlp):
     keys = list(model.state_dict())
     run = prepared(model, policy="fp8-delayed; 0: fp32", scale_groups=())
     assert list(model.state_dict()) == keys
-    assert list(run.full_weights()) == keys
+    assert list(run.fp32_state_dict()) == keys
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp8-delayed", "bf16-pure"])
@@ -411,10 +411,10 @@ def test_evaluation_inside_the_region_changes_nothing(mlp, policy):
             run.step(loss_of(run))
             if evaluate:
                 run.model.eval()
-                with run.compute(), torch.no_grad():
+                with run.autocast(), torch.no_grad():
                     run.model(X * 100)
                 run.model.train()
-        return run.full_weights()
+        return run.fp32_state_dict()
 
     with_it, without = trained(evaluate=True), trained(evaluate=False)
     assert all(torch.equal(v, without[k]) for k, v in with_it.items())
@@ -422,9 +422,9 @@ def test_evaluation_inside_the_region_changes_nothing(mlp, policy):
 
 def test_regions_may_be_nested(mlp):
     run = prepared(mlp(), policy="bf16")
-    with run.compute():
+    with run.autocast():
         once = run.model(X)
-        with run.compute():
+        with run.autocast():
             twice = run.model(X)
     assert torch.equal(once, twice)
 
@@ -434,7 +434,7 @@ def test_a_weight_used_twice_has_both_gradients(mlp):
     model = nn.Sequential(layer, nn.Tanh(), layer)
     plain = copy.deepcopy(model)
     run = prepared(model, policy="fp16", loss_scale=nc.LossScale(init_scale=256.0))
-    with run.compute():
+    with run.autocast():
         loss = model(X).square().mean()
     run.backward(loss)
     plain(X).square().mean().backward()
@@ -445,9 +445,9 @@ def test_a_weight_used_twice_has_both_gradients(mlp):
 
 def test_a_loss_that_is_no_number_is_refused(mlp):
     run = prepared(mlp())
-    with run.compute():
+    with run.autocast():
         output = run.model(X)
-    with pytest.raises(RecipeError, match=r"a loss of shape \(8, 16\); give it one number"):
+    with pytest.raises(ConfigError, match=r"a loss of shape \(8, 16\); give it one number"):
         run.backward(output)
 
 
@@ -455,12 +455,12 @@ def test_a_loss_without_gradients_is_refused(mlp):
     run = prepared(mlp())
     with torch.no_grad():
         loss = loss_of(run)
-    with pytest.raises(RecipeError, match="a loss without gradients"):
+    with pytest.raises(ConfigError, match="a loss without gradients"):
         run.step(loss)
 
 
 def test_a_step_without_gradients_is_refused(mlp):
-    with pytest.raises(RecipeError, match="found no gradients; call backward"):
+    with pytest.raises(ConfigError, match="found no gradients; call backward"):
         prepared(mlp()).step()
 
 
@@ -508,7 +508,7 @@ def test_a_scripted_module_is_refused(mlp):
 
 def test_a_model_called_outside_the_region_is_in_its_policy_too(mlp):
     run = prepared(mlp(), policy="bf16-pure")
-    with run.compute(), torch.no_grad():
+    with run.autocast(), torch.no_grad():
         inside = run.model(X)
     with torch.no_grad():
         assert torch.equal(run.model(X), inside)
@@ -528,14 +528,14 @@ def test_a_model_compiled_before_is_prepared_like_any_other(mlp):
 @pytest.mark.usefixtures("guarded")
 def test_a_region_inside_torchs_own_autocast_is_not_narrowed_natively(mlp):
     run = prepared(mlp(), policy="bf16")
-    with torch.autocast("cpu", dtype=torch.bfloat16), run.compute():
+    with torch.autocast("cpu", dtype=torch.bfloat16), run.autocast():
         result = run.model(X)
     assert result.isfinite().all()
 
 
 def test_a_model_without_weights_is_refused(mlp):
     optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
-    with pytest.raises(RecipeError, match="the model has no parameters"):
+    with pytest.raises(ConfigError, match="the model has no parameters"):
         nc.prepare(nn.Tanh(), optimizer, policy="fp32")
 
 
@@ -564,7 +564,7 @@ def test_gradients_that_fp16_flushes_are_rescued_by_the_scale():
         scale = nc.LossScale(init_scale=initial, min_scale=1.0)
         run = prepared(model, policy="fp16", loss_scale=scale)
         before = model[0].weight.detach().clone()
-        with run.compute():
+        with run.autocast():
             loss = model(X[:, :16]).sum() * 2.0**-26
         assert run.step(loss).applied
         return not torch.equal(model[0].weight, before)
@@ -581,14 +581,14 @@ def test_gradients_that_fp16_flushes_are_rescued_by_the_scale():
         ({"clip_norm": math.nan}, "a norm above 0"),
         ({"clip_norm": -1.0}, "a norm above 0"),
         ({"ema_decay": 1.0}, "from 0 to below 1"),
-        ({"patience": 0}, "write 1 or more"),
-        ({"meter_every": -1}, "or 0 for no meter"),
+        ({"max_skipped_steps": 0}, "write 1 or more"),
+        ({"lost_updates_every": -1}, "or 0 for no meter"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(mlp, settings, message):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         nc.prepare(model, optimizer, policy="fp32", **settings)
 
 
@@ -598,7 +598,7 @@ def test_a_state_is_not_loaded_between_backward_and_step_where_a_loss_scale_woul
     run.step(loss_of(run, factor=math.inf))
     run.backward(loss_of(run))
     gradients = [p.grad.clone() for p in run.model.parameters()]
-    with pytest.raises(RecipeError, match=r"load_state_dict\(\) was called between backward"):
+    with pytest.raises(ConfigError, match=r"load_state_dict\(\) was called between backward"):
         run.load_state_dict(state)
     pairs = zip(gradients, run.model.parameters(), strict=True)
     assert all(torch.equal(gradient, p.grad) for gradient, p in pairs)
@@ -674,7 +674,7 @@ def test_a_step_that_an_error_ends_leaves_no_gradients_for_the_next(mlp, policy)
                 run.step(loss_of(run, x=2 * X))
             once.remove()
         outcome = run.step(loss_of(run))
-        return outcome.grad_norm, run.full_weights()
+        return outcome.grad_norm, run.fp32_state_dict()
 
     (norm, weights), (wanted, expected) = trained(fails=True), trained(fails=False)
     assert norm == wanted

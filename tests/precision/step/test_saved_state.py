@@ -47,7 +47,7 @@ def build(optimizer="adamw", *, policy="fp16", net=None, scheduler=ExponentialLR
 
 def train(run, steps=2):
     for step in range(steps):
-        with run.compute():
+        with run.autocast():
             loss = run.model(X * (step + 1)).float().square().mean()
         run.step(loss)
     return run
@@ -87,11 +87,11 @@ def test_the_state_of_another_run_is_refused_by_what_differs_first(other, same_s
     make, told = OTHERS[other]
     run = train(build())
     before = copy.deepcopy(run.state_dict())
-    full = copy.deepcopy(run.full_weights())
+    full = copy.deepcopy(run.fp32_state_dict())
     with pytest.raises(CheckpointError, match=told):
         run.load_state_dict(train(make()).state_dict())
     assert same_state(run.state_dict(), before)
-    assert same_state(run.full_weights(), full)
+    assert same_state(run.fp32_state_dict(), full)
     twin = build()
     twin.load_state_dict(before)
     assert same_state(train(run).state_dict(), train(twin).state_dict())
@@ -167,11 +167,11 @@ def test_what_somebody_else_s_code_refuses_is_taken_back(master, same_state):
     saved = train(made()).state_dict()
     run = train(made(), 3)
     before = copy.deepcopy(run.state_dict())
-    full = copy.deepcopy(run.full_weights())
+    full = copy.deepcopy(run.fp32_state_dict())
     with pytest.raises(CheckpointError, match=r"not today.*the run is as it was before"):
         run.load_state_dict(saved)
     assert same_state(run.state_dict(), before)
-    assert same_state(run.full_weights(), full)
+    assert same_state(run.fp32_state_dict(), full)
 
 
 def test_a_generator_of_another_kind_is_refused_and_nothing_is_loaded(same_state):

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 
 METRICS = [1.0, 0.9, 0.9, 0.9, 0.95, 0.5, 0.6, 0.7, 0.8]
 
@@ -36,7 +36,7 @@ def batch(step):
 
 
 def train(run, step):
-    with run.compute():
+    with run.autocast():
         loss = run.model(batch(step)).square().mean()
     return run.step(loss)
 
@@ -57,7 +57,7 @@ def test_a_plateau_moves_by_its_metric_and_no_step_moves_it():
     found = []
     for step, metric in enumerate(METRICS):
         found.append(train(run, step).lr)
-        run.plateau(torch.tensor(metric, dtype=torch.float64) if step % 2 else metric)
+        run.scheduler_step(torch.tensor(metric, dtype=torch.float64) if step % 2 else metric)
     assert found == rates
     assert rates[0] > rates[-1]
     assert torch.equal(net.weight, again.weight)
@@ -91,7 +91,7 @@ def told(run, steps):
     rates = []
     for step in steps:
         rates.append(train(run, step).lr)
-        run.plateau(METRICS[step])
+        run.scheduler_step(METRICS[step])
     return rates
 
 
@@ -110,7 +110,7 @@ def test_all_schedules_go_on_where_a_saved_run_stood(same_state):
 def test_a_schedule_of_another_optimizer_is_refused_and_nothing_is_changed():
     net, optimizer = parts()
     other = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(RecipeError, match="learning rate of another SGD than prepare"):
+    with pytest.raises(ConfigError, match="learning rate of another SGD than prepare"):
         nc.prepare(net, optimizer, policy="bf16", scheduler=ExponentialLR(other, 0.9))
     assert type(net) is nn.Linear
 
@@ -123,7 +123,7 @@ def test_a_schedule_that_needs_to_be_told_something_is_refused():
     net, optimizer = parts()
     with pytest.raises(UnsupportedError, match=r"needs `epoch`.*yourself after"):
         nc.prepare(net, optimizer, policy="bf16", scheduler=by_epoch(ByEpoch, optimizer))
-    with pytest.raises(RecipeError, match=r"has no step\(\)"):
+    with pytest.raises(ConfigError, match=r"has no step\(\)"):
         nc.prepare(net, optimizer, policy="bf16", scheduler=object())
     assert type(net) is nn.Linear
 
@@ -137,8 +137,8 @@ def by_epoch(kind, optimizer):
 def test_a_metric_that_nobody_waits_for_is_refused():
     net, optimizer = parts()
     run = nc.prepare(net, optimizer, policy="fp32")
-    with pytest.raises(RecipeError, match="scheduler=ReduceLROnPlateau"):
-        run.plateau(1.0)
+    with pytest.raises(ConfigError, match="scheduler=ReduceLROnPlateau"):
+        run.scheduler_step(1.0)
 
 
 SCHEDULES = {
@@ -169,7 +169,7 @@ def test_leftover_scheduler_step_raises_and_moves_nothing(kind):
     for step in range(6):
         found.append(train(run, step).lr)
         for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
-            with pytest.raises(RecipeError, match=r"run\.step\(\) already steps.*Delete the call"):
+            with pytest.raises(ConfigError, match=r"run\.step\(\) already steps.*Delete the call"):
                 each.step()
     assert found == rates
     assert isinstance(scheduler, type(plain))
@@ -182,7 +182,7 @@ def test_schedule_stepped_by_another_library_raises():
     run = nc.prepare(net, optimizer, policy="fp32", scheduler=scheduler)
     theirs = accelerate.AcceleratedScheduler(scheduler, [], step_with_optimizer=False)
     train(run, 0)
-    with pytest.raises(RecipeError, match=r"CosineAnnealingLR\.step\(\) was called"):
+    with pytest.raises(ConfigError, match=r"CosineAnnealingLR\.step\(\) was called"):
         theirs.step()
 
 
@@ -220,8 +220,8 @@ def test_plateau_stepped_directly_and_by_the_run_raises():
     run = nc.prepare(net, optimizer, policy="fp32", scheduler=scheduler)
     train(run, 0)
     scheduler.step(1.0)  # alone it moves the schedule once
-    run.plateau(0.9)
-    with pytest.raises(RecipeError, match=r"run\.plateau\(\) already steps"):
+    run.scheduler_step(0.9)
+    with pytest.raises(ConfigError, match=r"run\.scheduler_step\(\) already steps"):
         scheduler.step(0.9)
     assert scheduler.last_epoch == 2
 
@@ -245,7 +245,7 @@ def test_an_optimizer_that_finds_its_own_rate_trains_as_it_would_alone():
     for step in range(4):
         assert train(run, step).applied
     # Four relative steps in gradients of bf16: alike to a few of their spacings.
-    assert torch.allclose(run.full_weights()["weight"], net.weight, rtol=0.05, atol=0.01)
+    assert torch.allclose(run.fp32_state_dict()["weight"], net.weight, rtol=0.05, atol=0.01)
 
 
 def test_an_optimizer_without_any_rate_trains():
@@ -264,5 +264,5 @@ def test_an_optimizer_without_any_rate_trains():
     run = nc.prepare(net, SignDescent(net.parameters()), policy="bf16, params=bf16, master=split")
     outcome = train(run, 0)
     assert math.isnan(outcome.lr)
-    moved = (run.full_weights()["weight"] - before).abs()
+    moved = (run.fp32_state_dict()["weight"] - before).abs()
     assert torch.allclose(moved, torch.tensor(2.0**-6), rtol=2**-16)

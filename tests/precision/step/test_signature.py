@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.precision.step.signature import Terms, inputs_of, synchronizing_line
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.precision.step.signature import CaptureTerms, parse_inputs, synchronizing_line
 
 X = torch.zeros(2, 3)
 Pair = namedtuple("Pair", ["a", "b"])
 
 
 def key(*args, **kwargs):
-    return inputs_of(args, kwargs).signature
+    return parse_inputs(args, kwargs).signature
 
 
 def test_values_of_tensors_are_no_part_of_a_signature():
@@ -54,20 +54,20 @@ def test_an_argument_by_name_is_another_than_by_place():
 
 
 def test_the_number_that_changed_is_named():
-    first, second = (inputs_of((X,), {"a": 1, "b": {"c": [c]}}) for c in (2, 3))
+    first, second = (parse_inputs((X,), {"a": 1, "b": {"c": [c]}}) for c in (2, 3))
     assert second.changed_since(first.form) == "the input b['c'][0] (3)"
-    assert inputs_of((X,), {"a": 2}).changed_since(first.form) == "the input a (2)"
+    assert parse_inputs((X,), {"a": 2}).changed_since(first.form) == "the input a (2)"
 
 
 @pytest.mark.parametrize("strange", [object(), {1, 2}, lambda: 1, nn.Linear(1, 1)])
 def test_what_may_hold_tensors_that_nobody_finds_is_refused(strange):
-    with pytest.raises(RecipeError, match=r"given\[1\] is a .*, inside which nobody looks"):
-        inputs_of((), {"given": [X, strange]})
+    with pytest.raises(ConfigError, match=r"given\[1\] is a .*, inside which nobody looks"):
+        parse_inputs((), {"given": [X, strange]})
 
 
 def test_an_input_with_a_graph_is_refused():
     with pytest.raises(UnsupportedError, match="input 1 requires a gradient"):
-        inputs_of((X, torch.zeros(1, requires_grad=True)), {})
+        parse_inputs((X, torch.zeros(1, requires_grad=True)), {})
 
 
 def prepared():
@@ -76,7 +76,7 @@ def prepared():
 
 
 def change_policy(run):
-    run.change("bf16")
+    run.set_policy("bf16")
 
 
 def evaluate(run):
@@ -94,7 +94,7 @@ def move(run):
 @pytest.mark.parametrize("change", [change_policy, evaluate, freeze, move])
 def test_a_model_that_has_changed_is_known_for_it(change):
     run = prepared()
-    terms = Terms(run.engine)
+    terms = CaptureTerms(run.engine)
     assert terms.hold()
     change(run)
     assert not terms.hold()
@@ -102,7 +102,7 @@ def test_a_model_that_has_changed_is_known_for_it(change):
 
 def test_values_that_are_loaded_change_nothing():
     run = prepared()
-    terms, buffers = Terms(run.engine), Terms(run.engine).buffers()
+    terms, buffers = CaptureTerms(run.engine), CaptureTerms(run.engine).buffers()
     run.model.load_state_dict({k: v + 1 for k, v in run.model.state_dict().items()})
     assert terms.hold()
     assert terms.changed_by_passes(buffers) == ""
@@ -110,7 +110,7 @@ def test_values_that_are_loaded_change_nothing():
 
 def test_a_buffer_that_is_another_tensor_is_named():
     run = prepared()
-    terms = Terms(run.engine)
+    terms = CaptureTerms(run.engine)
     buffers = terms.buffers()
     run.model[1].running_mean = run.model[1].running_mean.clone()
     assert "the buffer 1.running_mean is another tensor" in terms.changed_by_passes(buffers)
@@ -121,7 +121,7 @@ def test_moments_that_were_loaded_are_noticed_where_one_pass_updates():
     run = nc.prepare(
         model, torch.optim.AdamW(model.parameters()), policy="fp32", fused_optimizer=True
     )
-    terms = Terms(run.engine)
+    terms = CaptureTerms(run.engine)
     for _ in range(2):
         run.step(model(X.new_ones(2, 4)).sum())
         assert terms.hold()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.errors import DivergedError, RecipeError
+from narrowcast.errors import ConfigError, DivergedError
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 STEPS = 30
@@ -82,7 +82,7 @@ def test_edited_gradients_train_as_with_torchs_scaler_bit_for_bit(edit, kind):
         edit(list(plain.parameters()))
         scaler.step(optimizer)
         scaler.update()
-        with run.compute():
+        with run.autocast():
             loss = loss_of(model, step)
         run.backward(loss)
         run.unscale()
@@ -104,7 +104,7 @@ def test_unscaling_early_without_an_edit_changes_no_bit(policy, fused):
         )
         seen = []
         for step in range(STEPS):
-            with run.compute():
+            with run.autocast():
                 loss = loss_of(model, step).float()
             run.backward(loss / 2, retain_graph=True)
             run.backward(loss / 2)
@@ -112,8 +112,10 @@ def test_unscaling_early_without_an_edit_changes_no_bit(policy, fused):
                 run.unscale()
                 run.unscale()
             outcome = run.step()
-            seen.append((outcome.applied, outcome.grad_norm, outcome.loss_scale, outcome.why))
-        return run.full_weights(), seen
+            seen.append(
+                (outcome.applied, outcome.grad_norm, outcome.loss_scale, outcome.skip_reason)
+            )
+        return run.fp32_state_dict(), seen
 
     (plain, plain_seen), (weights, seen) = trained(early=False), trained(early=True)
     assert all(torch.equal(weights[name], plain[name]) for name in plain)
@@ -167,7 +169,7 @@ def test_losses_with_scales_of_their_own_move_their_own_scales():
 
 def test_an_edit_that_is_not_finite_skips_the_step_and_moves_no_scale():
     model = net()
-    run = prepared(model, patience=3, loss_scale=scale(growth_interval=100))
+    run = prepared(model, max_skipped_steps=3, loss_scale=scale(growth_interval=100))
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(3):
         run.backward(loss_of(model, 0))
@@ -203,7 +205,7 @@ def test_another_backward_after_unscale_is_refused_until_the_step_or_zero_grad()
     for clear in (run.step, run.zero_grad, model.zero_grad):
         run.backward(loss_of(model, 0))
         run.unscale()
-        with pytest.raises(RecipeError, match=r"every backward\(\) of a step first, then unscale"):
+        with pytest.raises(ConfigError, match=r"every backward\(\) of a step first, then unscale"):
             run.backward(loss_of(model, 0))
         clear()
     assert run.step(loss_of(model, 0)).applied
@@ -211,7 +213,7 @@ def test_another_backward_after_unscale_is_refused_until_the_step_or_zero_grad()
 
 def test_unscale_without_gradients_is_refused():
     run = prepared(net())
-    with pytest.raises(RecipeError, match=r"unscale\(\) found no gradients; call backward"):
+    with pytest.raises(ConfigError, match=r"unscale\(\) found no gradients; call backward"):
         run.unscale()
 
 
@@ -219,14 +221,14 @@ def test_gradients_kept_in_fp16_are_refused_with_what_to_write():
     model = net()
     for policy in ("fp16, params=fp16", "fp16, params=fp16, grads=fp32"):
         run = prepared(model, policy=policy)
-        with run.compute():
+        with run.autocast():
             loss = model(X).float().square().mean()
         run.backward(loss)
         if "grads" in policy:
             run.unscale()
             assert run.step().applied
             continue
-        with pytest.raises(RecipeError, match="write grads=fp32 in the policy"):
+        with pytest.raises(ConfigError, match="write grads=fp32 in the policy"):
             run.unscale()
         assert run.step().applied
         run.release()
@@ -262,7 +264,7 @@ def test_gradients_that_no_step_used_are_given_back_without_a_scale(unscaled):
     model(x).square().mean().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="fp16")
-    with run.compute():
+    with run.autocast():
         loss = model(x).float().square().mean()
     run.backward(loss)
     if unscaled:

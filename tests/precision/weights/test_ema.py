@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.kernels.launch import interpreted
-from narrowcast.precision.step.saved_state import state_of
+from narrowcast.precision.step.saved_state import collect_state
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
 
@@ -33,10 +33,10 @@ def trained(policy, *, bad=(), steps=6, decay=DECAY):
     seen = []
     for step in range(steps):
         x = torch.full((2, 4), float("nan") if step in bad else float(step + 1))
-        with run.compute():
+        with run.autocast():
             loss = model(x).float().square().mean()
         run.step(loss)
-        seen.append({k: v.clone() for k, v in run.full_weights().items()})
+        seen.append({k: v.clone() for k, v in run.fp32_state_dict().items()})
     return model, run, seen
 
 
@@ -53,7 +53,7 @@ def test_the_average_equals_torchs_over_the_applied_steps_alone(bad):
         if step not in bad:
             start.load_state_dict(weights)
             averaged.update_parameters(start)
-    with run.averaged():
+    with run.use_ema():
         for mine, theirs in zip(model.parameters(), averaged.module.parameters(), strict=True):
             # Six lerps in fp32, each within an ulp.
             torch.testing.assert_close(mine, theirs, rtol=12 * 2.0**-24, atol=12 * 2.0**-24)
@@ -67,10 +67,10 @@ def fail_unless_averaged(model, before):
 @pytest.mark.parametrize("policy", ["fp32", "bf16, params=bf16, master=split", "bf16-pure"])
 def test_the_weights_are_back_when_the_block_ends_even_by_an_error(policy):
     model, run, _ = trained(policy)
-    before = {k: v.clone() for k, v in run.full_weights().items()}
-    with pytest.raises(ValueError, match="on purpose"), run.averaged():
+    before = {k: v.clone() for k, v in run.fp32_state_dict().items()}
+    with pytest.raises(ValueError, match="on purpose"), run.use_ema():
         fail_unless_averaged(model, before)
-    assert all(torch.equal(v, before[k]) for k, v in run.full_weights().items())
+    assert all(torch.equal(v, before[k]) for k, v in run.fp32_state_dict().items())
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16, params=bf16, master=split", "bf16-pure"])
@@ -78,7 +78,7 @@ def test_what_is_taken_inside_the_block_stays_the_averages(policy):
     model, run, _ = trained(policy)
     before = {name: w.clone() for name, w in model.state_dict().items()}
     places = [p.data_ptr() for p in model.parameters()]
-    with run.averaged():
+    with run.use_ema():
         taken = model.state_dict()
         held = [p.detach() for p in model.parameters()]
         expected = {name: w.clone() for name, w in taken.items()}
@@ -92,12 +92,12 @@ def test_what_is_taken_inside_the_block_stays_the_averages(policy):
 @pytest.mark.parametrize("policy", ["fp32", "bf16, params=bf16, master=split", "bf16-pure"])
 def test_what_is_written_inside_the_block_reaches_neither_weights_nor_averages(policy):
     model, run, _ = trained(policy)
-    weights = {name: w.clone() for name, w in run.full_weights().items()}
+    weights = {name: w.clone() for name, w in run.fp32_state_dict().items()}
     kept = [a.clone() for a in run.state_dict()["average"]]
-    with run.averaged(), torch.no_grad():
+    with run.use_ema(), torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    assert all(torch.equal(w, weights[name]) for name, w in run.full_weights().items())
+    assert all(torch.equal(w, weights[name]) for name, w in run.fp32_state_dict().items())
     assert all(map(torch.equal, run.state_dict()["average"], kept))
 
 
@@ -107,13 +107,13 @@ def test_steps_after_the_block_are_those_without_it(policy, mode):
     def steps(*, look):
         model, run, _ = trained(policy, steps=2)
         for step in range(3):
-            with run.compute():
+            with run.autocast():
                 loss = model(torch.full((2, 4), 1.0 + step)).float().square().mean()
             run.step(loss)
             if look:
-                with mode(), run.averaged(), run.compute():
+                with mode(), run.use_ema(), run.autocast():
                     model(torch.ones(2, 4))
-        return run.full_weights()
+        return run.fp32_state_dict()
 
     plain, looked = steps(look=False), steps(look=True)
     assert all(torch.equal(plain[name], w) for name, w in looked.items())
@@ -138,16 +138,16 @@ def test_averages_by_name_have_every_digit_and_load_into_the_plain_model(policy)
     expected = [p.detach().clone() for p in trained]
     run = nc.prepare(model, torch.optim.SGD(trained, lr=0.1), policy=policy, ema_decay=DECAY)
     for _ in range(4):
-        with run.compute():
+        with run.autocast():
             loss = model(torch.arange(5)).float().square().mean()
         run.step(loss)
-        full = run.full_weights()
+        full = run.fp32_state_dict()
         names = [n for n, p in model.named_parameters() if p.requires_grad]
         for average, name in zip(expected, names, strict=True):
             average.add_((full[name].float() - average) * (1 - DECAY))
-    taken = run.averaged_weights()
-    with run.averaged():
-        inside = run.averaged_weights()
+    taken = run.ema_state_dict()
+    with run.use_ema():
+        inside = run.ema_state_dict()
     assert all(torch.equal(taken[name], w) for name, w in inside.items())
     plain = Tied()
     plain.load_state_dict(taken)
@@ -163,16 +163,16 @@ def test_averages_by_name_have_every_digit_and_load_into_the_plain_model(policy)
 
 def test_averages_by_name_are_refused_where_none_are_kept():
     _, run, _ = trained("fp32", decay=None)
-    with pytest.raises(RecipeError, match=r"write ema_decay=0\.999"):
-        run.averaged_weights()
+    with pytest.raises(ConfigError, match=r"write ema_decay=0\.999"):
+        run.ema_state_dict()
 
 
 def test_without_an_average_the_block_changes_nothing():
     model, run, _ = trained("fp32", decay=None)
     before = model.weight.detach().clone()
-    with run.averaged():
+    with run.use_ema():
         assert torch.equal(model.weight, before)
-    assert not run.has_average
+    assert not run.has_ema
 
 
 def test_the_average_of_sixteen_bit_weights_moves_by_less_than_they_can():
@@ -204,14 +204,14 @@ def on_path(path, policy, *, model=None):
 
 def step_of(run, *, factor=1.0, shape=(6, 20)):
     x = torch.linspace(-1, 1, math.prod(shape), device=DEVICE).view(shape)
-    with run.compute():
+    with run.autocast():
         loss = F.mse_loss(run.model(x), torch.ones_like(run.model(x)))
     return run.step(loss * factor)
 
 
 def assert_moved(run, before):
     """The averages went their share of the way to the weights of now, from where they were."""
-    full = run.full_weights()
+    full = run.fp32_state_dict()
     for (name, _), then, now in zip(
         run.model.named_parameters(), before, run.state_dict()["average"], strict=True
     ):
@@ -246,10 +246,10 @@ def test_the_average_of_a_weight_without_a_gradient_comes_nearer_to_it(path):
     step_of(run)
     frozen = run.model[0].weight.requires_grad_(False)
     for _ in range(3):
-        before, kept = averages(run), run.full_weights()["0.weight"].clone()
+        before, kept = averages(run), run.fp32_state_dict()["0.weight"].clone()
         step_of(run)
         assert_moved(run, before)
-        assert torch.equal(run.full_weights()["0.weight"], kept)
+        assert torch.equal(run.fp32_state_dict()["0.weight"], kept)
         assert not torch.equal(averages(run)[0], before[0])
     before = averages(run)
     step_of(run, factor=math.nan)
@@ -263,11 +263,11 @@ def test_the_average_of_a_weight_without_a_gradient_comes_nearer_to_it(path):
 def test_the_averages_stay_where_they_are_in_memory(path):
     """A captured step knows their addresses."""
     run = on_path(path, "fp32, params=bf16, master=split")
-    places = [average.data_ptr() for average in state_of(run.engine)["average"]]
+    places = [average.data_ptr() for average in collect_state(run.engine)["average"]]
     step_of(run)
     saved = copy.deepcopy(run.state_dict())
     for policy in ("fp32", "fp32, params=bf16, master=kahan", "fp32, params=bf16, master=split"):
-        run.change(nc.plan(run.model, policy, hardware=run.plan.hardware))
+        run.set_policy(nc.plan(run.model, policy, hardware=run.plan.hardware))
         before = averages(run)
         step_of(run)
         assert_moved(run, before)
@@ -275,7 +275,7 @@ def test_the_averages_stay_where_they_are_in_memory(path):
     assert all(map(torch.equal, averages(run), saved["average"]))
     step_of(run)
     assert_moved(run, saved["average"])
-    assert [average.data_ptr() for average in state_of(run.engine)["average"]] == places
+    assert [average.data_ptr() for average in collect_state(run.engine)["average"]] == places
 
 
 def test_an_average_lies_in_memory_as_its_weight_whatever_the_policy_becomes():
@@ -283,10 +283,10 @@ def test_an_average_lies_in_memory_as_its_weight_whatever_the_policy_becomes():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 5))
     model.to(memory_format=torch.channels_last)
     run = on_path("kernel", "fp32, params=bf16, master=split", model=model)
-    weight, average = model[0].weight, state_of(run.engine)["average"][0]
+    weight, average = model[0].weight, collect_state(run.engine)["average"][0]
     assert weight.stride() == average.stride()
     step_of(run, shape=(6, 4, 3, 3))
-    run.change(nc.plan(run.model, "fp32", hardware=run.plan.hardware))
+    run.set_policy(nc.plan(run.model, "fp32", hardware=run.plan.hardware))
     assert weight.stride() == average.stride() == (36, 1, 12, 4)
     for _ in range(2):
         before = averages(run)

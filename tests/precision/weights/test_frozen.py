@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 POLICIES = ["bf16, params=bf16", "fp16, params=fp16", "fp32, params=bf16", "bf16-pure",
@@ -63,7 +63,7 @@ def test_modules_with_some_weights_frozen_compute_and_train(policy, which, devic
     plain = copy.deepcopy(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), policy=policy)
-    with run.compute():
+    with run.autocast():
         loss = model(batch(device)).float().square().mean()
     wanted = plain(batch(device)).square().mean()
     # Eight bits of a number, several layers deep.
@@ -78,7 +78,7 @@ def test_modules_with_some_weights_frozen_compute_and_train(policy, which, devic
     model.eval()
     with torch.no_grad():
         assert model(batch(device)).isfinite().all()
-    full = run.full_weights()
+    full = run.fp32_state_dict()
     released = run.release()
     for name, p in released.named_parameters():
         assert p.dtype == torch.float32
@@ -110,8 +110,8 @@ def test_a_frozen_weight_keeps_every_digit_and_its_dtype(policy, in_optimizer):
     frozen = ["0.weight", "0.bias", "spare"]
     for name in frozen:
         assert torch.equal(dict(net.named_parameters())[name], before[name])
-    run.change(nc.plan(net, "bf16, params=bf16, master=kahan", hardware=run.plan.hardware))
-    for kept in (run.full_weights(), dict(run.release().named_parameters())):
+    run.set_policy(nc.plan(net, "bf16, params=bf16, master=kahan", hardware=run.plan.hardware))
+    for kept in (run.fp32_state_dict(), dict(run.release().named_parameters())):
         for name, value in before.items():
             assert kept[name].dtype == value.dtype, name
             if name in frozen:
@@ -153,7 +153,7 @@ def test_a_weight_that_no_optimizer_holds_stays_as_it_came():
     )
     assert torch.equal(net[0].weight, before)
     assert net[1].weight.dtype == torch.bfloat16
-    assert torch.equal(run.full_weights()["0.weight"], before)
+    assert torch.equal(run.fp32_state_dict()["0.weight"], before)
 
 
 @pytest.mark.parametrize("fused_optimizer", [True, False])
@@ -188,9 +188,9 @@ def test_a_weight_that_came_frozen_in_16_bits_is_not_trained_in_them():
     net[0].requires_grad_(False).bfloat16()
     run = nc.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), policy="bf16")
     net[0].requires_grad_(True)
-    with run.compute():
+    with run.autocast():
         loss = net(torch.ones(2, 8)).float().sum()
-    with pytest.raises(RecipeError, match=r"0.weight was frozen at prepare\(\), in torch.bfloat16"):
+    with pytest.raises(ConfigError, match=r"0.weight was frozen at prepare\(\), in torch.bfloat16"):
         run.step(loss)
 
 
@@ -216,10 +216,10 @@ def test_adapters_train_on_a_base_that_came_in_bf16(policy, device):
     optimizer = torch.optim.AdamW([*model.down.parameters(), *model.up.parameters()], lr=0.01)
     run = nc.prepare(model, optimizer, policy=policy)
     for _ in range(3):
-        with run.compute():
+        with run.autocast():
             loss = model(torch.ones(4, 16, device=device)).float().square().mean()
         assert run.step(loss).applied
     for name, p in base.named_parameters():
         assert p.dtype == torch.bfloat16
         assert torch.equal(p, before[name])
-    assert run.full_weights()["base.0.weight"].dtype == torch.bfloat16
+    assert run.fp32_state_dict()["base.0.weight"].dtype == torch.bfloat16

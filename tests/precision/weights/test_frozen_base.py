@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
-from narrowcast.precision import kept
-from narrowcast.precision.kept import KeptLayer
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
+from narrowcast.precision import quantized_frozen
+from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -28,7 +28,7 @@ def frozen(inputs=32, outputs=48, *, bias=True, seed=0, dtype=torch.float32, dev
 def twin_of(model, dtype=None):
     """Return plain layers with the numbers that were kept."""
     twin = copy.deepcopy(model)
-    nc.widen_frozen(twin, dtype)
+    nc.dequantize_frozen(twin, dtype)
     return twin
 
 
@@ -48,7 +48,7 @@ def test_a_weight_is_within_half_a_spacing_of_e4m3_at_the_scale_of_its_row(
     weight[torch.rand(rows, generator=generator) < 0.2] = 0.0
     model = nn.Sequential(nn.Linear(columns, rows, bias=False)).requires_grad_(False)
     model[0].weight.data = weight
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     scale = model[0].weight_scale.double()[:, None]
     assert torch.equal(torch.frexp(scale)[0], torch.full_like(scale, 0.5))  # powers of two
     scaled, back = weight.double() / scale, model[0].weight.double() / scale
@@ -63,7 +63,7 @@ def test_a_weight_is_within_half_a_spacing_of_e4m3_at_the_scale_of_its_row(
 def test_the_scale_of_a_row_is_the_smallest_that_holds_it():
     model = frozen()
     before = model[0].weight.abs().amax(1)
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     scale = model[0].weight_scale
     assert (before <= 448 * scale).all()
     assert (before > 448 * scale / 2).all()
@@ -74,7 +74,7 @@ def test_the_scale_of_a_row_is_the_smallest_that_holds_it():
 def test_it_takes_a_byte_a_weight_and_says_what_was_lost(dtype, device):
     model = frozen(dtype=dtype, device=device)
     weight = model[0].weight.double()
-    found = nc.keep_frozen(model, "e4m3")
+    found = nc.quantize_frozen(model, "e4m3")
     layer = model[0]
     assert layer.weight_e4m3.dtype == torch.float8_e4m3fn
     assert layer.weight_e4m3.nbytes == weight.numel()
@@ -90,7 +90,7 @@ def test_it_takes_a_byte_a_weight_and_says_what_was_lost(dtype, device):
 def test_a_weight_that_e4m3_holds_loses_nothing():
     model = frozen(4, 2, bias=False)
     model[0].weight.data = torch.tensor([[1.0, -0.5, 448, 0], [0, 0, 0, 0]])
-    assert nc.keep_frozen(model) == {"0": math.inf}
+    assert nc.quantize_frozen(model) == {"0": math.inf}
     assert model[0].weight.tolist() == [[1.0, -0.5, 448, 0], [0, 0, 0, 0]]
 
 
@@ -101,7 +101,7 @@ def test_output_and_gradients_are_those_of_the_plain_layer(bias, dtype, device):
     if device == "cpu" and dtype == torch.bfloat16 and not _multiplies_bf16():
         pytest.skip("needs a CPU that multiplies bf16")
     model = frozen(bias=bias, dtype=dtype, device=device)
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     if bias:
         model[0].bias.requires_grad_()
     twin = twin_of(model)
@@ -121,11 +121,11 @@ def test_output_and_gradients_are_those_of_the_plain_layer(bias, dtype, device):
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-row"])
 def test_inputs_of_any_shape_have_gradients(shape, policy):
     model = nn.Sequential(frozen()[0], nn.Linear(48, 4))
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     model[0].bias.requires_grad_()
     run = nc.prepare(model, trained_beside(model), policy=policy)
     x = torch.randn(shape, requires_grad=True)
-    with run.compute():
+    with run.autocast():
         run.backward(model(x).float().sum())
     assert x.grad.shape == shape
     assert model[0].bias.grad.shape == (48,)
@@ -133,7 +133,7 @@ def test_inputs_of_any_shape_have_gradients(shape, policy):
 
 def test_nothing_wide_is_kept_for_the_backward_pass():
     model = frozen(256, 512, bias=False)
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         model(torch.randn(1, 256, requires_grad=True))
@@ -142,7 +142,7 @@ def test_nothing_wide_is_kept_for_the_backward_pass():
 
 def test_second_derivatives_and_transforms_go_through():
     model = frozen()
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     twin = twin_of(model)
     x = torch.randn(3, 32)
     vectors = [
@@ -173,21 +173,23 @@ def test_only_frozen_weights_that_nobody_shares_are_kept():
 
     model = Model().requires_grad_(False)
     model.trained.requires_grad_(True)
-    found = nc.keep_frozen(model, skip=("le*",))
+    found = nc.quantize_frozen(model, skip=("le*",))
     assert found.keys() == {"frozen"}
-    assert [n for n, m in model.named_modules() if isinstance(m, KeptLayer)] == ["frozen"]
+    assert [n for n, m in model.named_modules() if isinstance(m, QuantizedFrozenLayer)] == [
+        "frozen"
+    ]
 
 
 def test_the_largest_weight_stays_finite():
     model = frozen(2, 1, bias=False)
     model[0].weight.data = torch.tensor([[2.9e38, 0.0]])
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     assert model[0].weight.tolist() == [[pytest.approx(2.9e38, rel=2**-4), 0.0]]
 
 
 def test_casts_leave_bytes_and_scales_alone():
     model = frozen()
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     before = model[0].weight.clone()
     bytes_before = model[0].weight_e4m3.data.view(torch.uint8).clone()
     model.half().bfloat16().to("cpu", torch.float64)
@@ -201,7 +203,7 @@ def test_casts_leave_bytes_and_scales_alone():
 @pytest.mark.gpu
 def test_bytes_move_to_a_gpu_and_back(cuda):
     model = frozen()
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     before = model[0].weight.clone()
     model.to(cuda, torch.bfloat16)
     assert model[0].weight_e4m3.is_cuda
@@ -212,9 +214,9 @@ def test_bytes_move_to_a_gpu_and_back(cuda):
 
 def test_a_matrix_that_is_cast_piece_by_piece_is_the_same(monkeypatch):
     whole, pieces = frozen(40, 33), frozen(40, 33)
-    expected = nc.keep_frozen(whole)
-    monkeypatch.setattr(kept, "_PIECE", 7 * 40)
-    assert nc.keep_frozen(pieces) == {"0": pytest.approx(expected["0"], rel=1e-9)}
+    expected = nc.quantize_frozen(whole)
+    monkeypatch.setattr(quantized_frozen, "_PIECE", 7 * 40)
+    assert nc.quantize_frozen(pieces) == {"0": pytest.approx(expected["0"], rel=1e-9)}
     assert torch.equal(pieces[0].weight, whole[0].weight)
     assert torch.equal(pieces[0].weight_scale, whole[0].weight_scale)
 
@@ -227,7 +229,7 @@ def test_weights_are_let_go_layer_by_layer(cuda):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     one = 2048 * 2048
     # One layer in fp32, its error, and its casts; of sixteen in bf16.
     assert torch.cuda.max_memory_allocated() < before + 20 * one
@@ -237,9 +239,9 @@ def test_weights_are_let_go_layer_by_layer(cuda):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: saved_and_loaded(m)])
 def test_a_copy_is_kept_as_well_and_shares_nothing(copied):
     model = frozen()
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     twin = copied(model)
-    assert isinstance(twin[0], KeptLayer)
+    assert isinstance(twin[0], QuantizedFrozenLayer)
     x = torch.randn(3, 32)
     assert torch.equal(twin(x), model(x))
     twin[0].weight_scale *= 2
@@ -248,8 +250,8 @@ def test_a_copy_is_kept_as_well_and_shares_nothing(copied):
 
 def test_a_state_holds_the_bytes_and_passes_through_safetensors(tmp_path):
     model, other = frozen(seed=0), frozen(seed=1)
-    nc.keep_frozen(model)
-    nc.keep_frozen(other)
+    nc.quantize_frozen(model)
+    nc.quantize_frozen(other)
     save_file(model.state_dict(), tmp_path / "kept.safetensors")
     read = load_file(tmp_path / "kept.safetensors")
     assert {name: t.dtype for name, t in read.items()} == {
@@ -257,18 +259,18 @@ def test_a_state_holds_the_bytes_and_passes_through_safetensors(tmp_path):
         "0.weight_scale": torch.float32,
         "0.bias": torch.float32,
     }
-    known = model[0].kept.snr_db
+    known = model[0].quantized.snr_db
     other.load_state_dict(read)
     model.load_state_dict(read)
     x = torch.randn(3, 32)
     assert torch.equal(other(x), model(x))
-    assert model[0].kept.snr_db == known
-    assert other[0].kept.snr_db is None  # was of the other weight
+    assert model[0].quantized.snr_db == known
+    assert other[0].quantized.snr_db is None  # was of the other weight
 
 
 def test_a_state_with_nan_is_refused():
     model = frozen()
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     state = copy.deepcopy(model.state_dict())
     state["0.weight_e4m3"].view(torch.uint8)[3, 4] = 0xFF
     with pytest.raises(CheckpointError, match=r"0\.weight_e4m3 holds NaN"):
@@ -282,27 +284,30 @@ def test_what_is_not_finite_is_refused_by_name_before_anything_is_changed(bad):
     with pytest.raises(
         UnsupportedError, match=r"the weight of 1 holds numbers that are not finite"
     ):
-        nc.keep_frozen(model)
+        nc.quantize_frozen(model)
     assert all(type(layer) is nn.Linear for layer in model)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: nc.keep_frozen(m, "int8"), "asked for int8; what it keeps weights in is e4m3"),
-        (lambda m: nc.keep_frozen(m, products="narrow"), "is none of auto, fp8, wide"),
-        (lambda m: nc.keep_frozen(m, skip=("1",)), "skip: '1' names no module"),
-        (lambda m: nc.keep_frozen(m.requires_grad_(True)), "no linear layer of this model has"),
+        (
+            lambda m: nc.quantize_frozen(m, "int8"),
+            "asked for int8; what it keeps weights in is e4m3",
+        ),
+        (lambda m: nc.quantize_frozen(m, products="narrow"), "is none of auto, fp8, wide"),
+        (lambda m: nc.quantize_frozen(m, skip=("1",)), "skip: '1' names no module"),
+        (lambda m: nc.quantize_frozen(m.requires_grad_(True)), "no linear layer of this model has"),
     ],
 )
 def test_what_cannot_be_is_refused(call, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         call(frozen())
 
 
 def test_a_weight_that_is_written_to_makes_a_plain_layer(caplog):
     model = frozen()
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     expected = model[0].weight + 1
     with caplog.at_level("INFO"):
         model[0].weight.data += 1
@@ -317,7 +322,7 @@ def test_a_weight_that_is_written_to_makes_a_plain_layer(caplog):
 @pytest.mark.parametrize("write", [lambda w: w.add_(1), lambda w: w.__setitem__(0, 1.0)])
 def test_a_write_that_would_be_lost_is_refused(write):
     model = frozen()
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     with pytest.raises(UnsupportedError, match="cannot be written to"):
         write(model[0].weight)
 
@@ -328,7 +333,7 @@ def trained_beside(model):
 
 def test_a_prepared_model_is_not_merged_into():
     model = nn.Sequential(frozen()[0], nn.Linear(48, 4))
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     run = nc.prepare(model, trained_beside(model), policy="fp32")
     with pytest.raises(UnsupportedError, match="while its model is prepared"):
         model[0].weight.data += 1
@@ -341,22 +346,22 @@ def test_a_prepared_model_is_not_merged_into():
 @pytest.mark.parametrize("thawed", [True, False])
 def test_what_is_kept_is_not_trained(thawed):
     model = nn.Sequential(frozen()[0], nn.Linear(48, 4))
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     model.requires_grad_(thawed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RecipeError, match="the weight of 0 is kept in e4m3 and cannot be trained"):
+    with pytest.raises(ConfigError, match="the weight of 0 is kept in e4m3 and cannot be trained"):
         nc.prepare(model, optimizer, policy="fp32")
 
 
 def test_a_weight_that_somebody_computes_is_left_alone():
     model = nn.Sequential(frozen()[0], nn.utils.parametrizations.weight_norm(nn.Linear(48, 4)))
     model.requires_grad_(False)
-    assert nc.keep_frozen(model).keys() == {"0"}
+    assert nc.quantize_frozen(model).keys() == {"0"}
 
 
 def test_what_is_given_back_has_the_dtype_asked_for():
     model = frozen(dtype=torch.bfloat16)
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     twin = twin_of(model, torch.float32)
     assert twin[0].weight.dtype == torch.float32
     # bf16 holds all that e4m3 kept.
@@ -366,7 +371,7 @@ def test_what_is_given_back_has_the_dtype_asked_for():
 def test_a_model_without_numbers_is_kept_for_its_plan():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(32, 48)).requires_grad_(False)
-    assert nc.keep_frozen(model) == {}
+    assert nc.quantize_frozen(model) == {}
     assert model[0].weight_e4m3.is_meta
     assert model[0].weight.shape == (48, 32)
 
@@ -379,14 +384,14 @@ def saved_and_loaded(model):
 
 
 def _multiplies_bf16():
-    return nc.probe("cpu").support("bf16").how == "native"
+    return nc.detect_hardware("cpu").support("bf16").how == "native"
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
 def test_only_bytes_of_a_kept_weight_wait_for_the_backward_pass(backend):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 48, bias=False), nn.ReLU())
     model[1].requires_grad_(False)
-    nc.keep_frozen(model)
+    nc.quantize_frozen(model)
     run = nc.prepare(model, torch.optim.SGD(model[0].parameters(), lr=0.1), policy="fp32")
     called, saved = model if backend is None else torch.compile(model, backend=backend), []
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import narrowcast as nc
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
 from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
 
@@ -44,7 +44,7 @@ def fresh(policy="fp32", *, optimizer=torch.optim.AdamW, fused_optimizer=True, *
     model = net()
     built = optimizer(groups(model, weight_decay=0.1), lr=1e-2)
     schedule = LambdaLR(built, lambda step: 0.95**step)
-    settings = {"clip_norm": 0.5, "meter_every": 1, **settings}
+    settings = {"clip_norm": 0.5, "lost_updates_every": 1, **settings}
     return nc.prepare(
         model, built, policy=policy, scheduler=schedule, fused_optimizer=fused_optimizer, **settings
     )
@@ -53,7 +53,7 @@ def fresh(policy="fp32", *, optimizer=torch.optim.AdamW, fused_optimizer=True, *
 def train(run, first, last, *, bad=()):
     told = []
     for step in range(first, last):
-        with run.compute():
+        with run.autocast():
             loss = F.mse_loss(run.model(X * (1 + step)), Y)
         outcome = run.step(loss * (math.nan if step in bad else 1.0))
         told.append((outcome.applied, outcome.grad_norm, outcome.lr, outcome.lost_updates))
@@ -76,7 +76,7 @@ def test_the_trajectory_on_torchs_gradients_is_torchs(optimizer, master):
     )
     largest = 0.0
     for step in range(10):
-        with theirs.compute():
+        with theirs.autocast():
             loss = F.mse_loss(theirs.model(X * (1 + step)), Y)
         gradients = torch.autograd.grad(loss, list(theirs.model.parameters()))
         largest = max(largest, *(float(g.abs().max()) for g in gradients))
@@ -88,11 +88,11 @@ def test_the_trajectory_on_torchs_gradients_is_torchs(optimizer, master):
     # most 64 times: the norm, the moments of nine steps, a root, two quotients. That is at most
     # lr · √9, as nine squares have a mean of no less than a ninth of the largest.
     last_bit = 2.0**-24
-    for name, value in theirs.full_weights().items():
+    for name, value in theirs.fp32_state_dict().items():
         error = 9 * last_bit * (2 * 2 * value.abs().max() + 2 * 64 * 1e-2 * 3)
-        assert (mine.full_weights()[name] - value).abs().max() < error
+        assert (mine.fp32_state_dict()[name] - value).abs().max() < error
     # Adam adds a tenth of the weight to its gradient.
-    largest += 0.1 * max(float(value.abs().max()) for value in theirs.full_weights().values())
+    largest += 0.1 * max(float(value.abs().max()) for value in theirs.fp32_state_dict().values())
     states = theirs.optimizer.state_dict()["state"]
     for number, a in mine.optimizer.state_dict()["state"].items():
         b = states[number]
@@ -134,15 +134,15 @@ def test_a_run_saved_under_torchs_optimizer_goes_on_in_the_fused_one_and_back():
     third.load_state_dict(copy.deepcopy(second.state_dict()))
     train(third, 5, 6)
     train(first, 3, 6)
-    for name, value in first.full_weights().items():
-        assert (third.full_weights()[name] - value).abs().max() < 3 * 1e-2 * 2.0**-14
+    for name, value in first.fp32_state_dict().items():
+        assert (third.fp32_state_dict()[name] - value).abs().max() < 3 * 1e-2 * 2.0**-14
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_released_optimizer_goes_on_in_torch(policy):
     run = fresh(policy)
     train(run, 0, 3)
-    full = {name: value.clone() for name, value in run.full_weights().items()}
+    full = {name: value.clone() for name, value in run.fp32_state_dict().items()}
     model, optimizer = run.release(), run.optimizer
     for name, weight in model.named_parameters():
         assert torch.equal(weight, full[name])
@@ -191,7 +191,7 @@ def test_parts_with_scales_of_their_own_are_unscaled_each_by_its_own():
         run.engine.scales.parts["0"].value.fill_(8.0)
         run.model[3].weight.requires_grad_(False)  # fewer factors than weights
         train(run, 0, 3)
-    mine, theirs = (run.full_weights() for run in runs)
+    mine, theirs = (run.fp32_state_dict() for run in runs)
     for name, value in theirs.items():
         # The first working weights agree; later ones may round to neighbouring fp16 values.
         assert (mine[name] - value).abs().max() < 3 * 1e-2 * 2.0**-8
@@ -212,10 +212,10 @@ def test_a_weight_may_be_tied_or_lie_in_another_order_in_memory():
         run = nc.prepare(model, optimizer, policy="fp32, params=bf16", fused_optimizer=which)
         x = torch.ones(2, 4, 3, 3, device=DEVICE)
         for _ in range(3):
-            with run.compute():
+            with run.autocast():
                 loss = model(x).square().mean()
             run.step(loss)
-        full.append(run.full_weights())
+        full.append(run.fp32_state_dict())
     for name, value in full[1].items():
         assert (full[0][name] - value).abs().max() < 3 * 1e-2 * 2.0**-14
 
@@ -239,7 +239,7 @@ def test_weights_that_are_parts_of_one_piece_of_memory_train_as_others_do(policy
             p.data = part[1:].view_as(p).copy_(p.detach())
     before = [p.data_ptr() for p in weights]
     for _ in range(3):
-        with apart.compute():
+        with apart.autocast():
             loss = F.mse_loss(apart.model(X), Y)
         apart.backward(loss)
         for p, other in zip(weights, others, strict=True):  # a GPU multiplies others in other ways
@@ -248,8 +248,8 @@ def test_weights_that_are_parts_of_one_piece_of_memory_train_as_others_do(policy
         assert apart.step().applied
     assert [p.data_ptr() for p in weights] == before
     assert all(map(torch.equal, weights, others))
-    full = apart.full_weights()
-    assert all(torch.equal(value, full[name]) for name, value in together.full_weights().items())
+    full = apart.fp32_state_dict()
+    assert all(torch.equal(value, full[name]) for name, value in together.fp32_state_dict().items())
 
 
 def test_an_optimizer_may_bring_the_moments_it_has():
@@ -276,7 +276,7 @@ def test_a_state_replaced_behind_its_back_is_taken_up(moments, same_state):
     train(other, 0, 2)
     other.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
     train(other, 2, 4)
-    assert same_state(run.full_weights(), other.full_weights())
+    assert same_state(run.fp32_state_dict(), other.fp32_state_dict())
 
 
 @pytest.mark.parametrize("moments", ["", ", moments=bf16"])
@@ -318,7 +318,7 @@ def test_short_moments_train_as_well_as_fp32(moments):
         policy = f"fp32, params=bf16, master=split, moments={kind}"
         run = nc.prepare(model, optimizer, policy=policy, fused_optimizer=True)
         for _ in range(150):
-            with run.compute():
+            with run.autocast():
                 loss = F.binary_cross_entropy_with_logits(model(x)[:, 0], y)
             run.step(loss)
         losses.append(loss.item())
@@ -345,7 +345,7 @@ def test_what_the_fused_optimizer_cannot_do_is_left_to_torch_or_refused_with_the
 
 
 def test_moments_that_only_the_fused_optimizer_keeps_are_refused_without_it():
-    with pytest.raises(RecipeError, match="moments=bf16 is kept by the fused optimizer only"):
+    with pytest.raises(ConfigError, match="moments=bf16 is kept by the fused optimizer only"):
         fresh("fp32, moments=bf16", fused_optimizer=False)
 
 
@@ -356,7 +356,7 @@ def test_step_hooks_are_never_passed_by():
     assert "hooks" in nc.prepare(model, optimizer, policy="fp32").update_path
     run = fresh()
     run.optimizer.register_step_post_hook(lambda *_: None)
-    with pytest.raises(RecipeError, match="step hooks after prepare"):
+    with pytest.raises(ConfigError, match="step hooks after prepare"):
         train(run, 0, 1)
 
 
@@ -378,7 +378,7 @@ def test_the_kernel_and_its_twin_train_alike():
             run.optimizer, weights.all, weights.masters, policy=run.plan.policy, kernel=kernel
         )
         train(run, 0, 3, bad=(1,))
-        full.append(run.full_weights())
+        full.append(run.fp32_state_dict())
     for name, value in full[1].items():
         assert (full[0][name] - value).abs().max() < 3 * 1e-2 * 2.0**-14
 
@@ -447,16 +447,16 @@ def trained(policy, shard):
     run = nc.prepare(model, optimizer, policy=policy, **settings)
     norms = []
     for step in range(4):
-        with run.compute():
+        with run.autocast():
             loss = model(x).square().mean() * (float("nan") if step == 2 else 1.0)
         outcome = run.step(loss)
         norms.append(outcome.grad_norm if outcome.applied else "skipped")
-    kept = run.full_weights() | dict(enumerate(run.state_dict()["average"]))
+    kept = run.fp32_state_dict() | dict(enumerate(run.state_dict()["average"]))
     kept = {n: (w.full_tensor() if shard else w).clone() for n, w in kept.items()}
     with torch.no_grad():  # as loading a distributed checkpoint does, past the wrapper
         for p in model.parameters():
             (p.to_local() if shard else p).fill_(0.5)
-    for value in run.full_weights().values():
+    for value in run.fp32_state_dict().values():
         assert ((value.full_tensor() if shard else value) - 0.5).abs().max() <= 2**-9, "loaded"
     if shard:  # torch takes a gradient that is whole on each device; it has the same strides
         first = next(model.parameters())

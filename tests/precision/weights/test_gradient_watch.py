@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
 HEAD = r"write run\.zero_grad\(\) \(or optimizer\.zero_grad\(\)\) at the head of the step"
@@ -35,7 +35,7 @@ class Plain:
 
     def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
-        self.zero_grad, self.compute = optimizer.zero_grad, contextlib.nullcontext
+        self.zero_grad, self.autocast = optimizer.zero_grad, contextlib.nullcontext
 
     def backward(self, loss, **settings):
         loss.backward(**settings)
@@ -60,14 +60,14 @@ def gan(made_ready, *, steps=10, zero_grad="run"):
 
     for i in range(steps):
         clear(run_d)
-        with run_d.compute():
+        with run_d.autocast():
             fake = g(z[i, 0]).detach()
             real_loss, fake_loss = F.softplus(-d(real)).mean(), F.softplus(d(fake)).mean()
         run_d.backward(real_loss)
         run_d.backward(fake_loss)
         run_d.step()
         clear(run_g)
-        with run_g.compute():
+        with run_g.autocast():
             loss = F.softplus(-d(g(z[i, 1]))).mean()
         run_g.step(loss)
     return g, d
@@ -88,7 +88,7 @@ def test_a_gan_that_clears_gradients_at_the_head_of_each_half_is_torchs_bit_for_
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
 def test_a_gan_that_leaves_gradients_in_the_discriminator_is_refused(policy):
-    with pytest.raises(RecipeError, match=rf"0\.weight has a gradient that no back.*{HEAD}"):
+    with pytest.raises(ConfigError, match=rf"0\.weight has a gradient that no back.*{HEAD}"):
         gan(lambda m, o: nc.prepare(m, o, policy=policy), zero_grad=None)
 
 
@@ -100,7 +100,7 @@ def test_a_saliency_map_between_steps_is_refused_until_its_gradients_are_cleared
     before = {name: w.clone() for name, w in run.model.state_dict().items()}
     x = X.clone().requires_grad_()
     loss_of(run.model, x).backward()
-    with pytest.raises(RecipeError, match=HEAD):
+    with pytest.raises(ConfigError, match=HEAD):
         run.step(loss_of(run.model))
     assert all(torch.equal(w, before[name]) for name, w in run.model.state_dict().items())
     run.zero_grad()
@@ -127,7 +127,7 @@ def test_with_a_loss_scale_gradients_of_others_are_refused_before_our_own(mlp):
     run = fresh(mlp, loss_scale=nc.LossScale())
     run.zero_grad()
     loss_of(run.model).backward()
-    with pytest.raises(RecipeError, match=r"0\.weight is one.*in place of loss\.backward"):
+    with pytest.raises(ConfigError, match=r"0\.weight is one.*in place of loss\.backward"):
         run.backward(loss_of(run.model))
 
 
@@ -141,7 +141,7 @@ def test_with_a_loss_scale_gradients_of_others_are_refused_after_our_own(mlp, wh
         "before backward": lambda: run.backward(loss_of(run.model)),
         "before unscale": run.unscale,
     }
-    with pytest.raises(RecipeError, match=r"0\.weight was changed .*call run\.unscale\(\) after"):
+    with pytest.raises(ConfigError, match=r"0\.weight was changed .*call run\.unscale\(\) after"):
         calls[where]()
 
 
@@ -159,7 +159,7 @@ def test_gradients_edited_while_the_scale_is_in_them_are_refused(mlp, edit):
     run = fresh(mlp, loss_scale=nc.LossScale())
     run.backward(loss_of(run.model))
     edit(list(run.model.parameters()))
-    with pytest.raises(RecipeError, match=r"call run\.unscale\(\) after the last backward\(\)"):
+    with pytest.raises(ConfigError, match=r"call run\.unscale\(\) after the last backward\(\)"):
         run.step()
 
 
@@ -232,7 +232,7 @@ def test_gradients_of_a_step_taken_aside_are_not_the_runs(mlp):
     with run.engine.isolated():
         run.backward(loss_of(run.model, 2 * X))
     loss_of(run.model).backward()
-    with pytest.raises(RecipeError, match="in place of loss"):
+    with pytest.raises(ConfigError, match="in place of loss"):
         run.step()
 
 

@@ -61,9 +61,9 @@ def prepared(policy=SPLIT, *, offload=True, optimizer=torch.optim.AdamW, **setti
         {"params": [p for p in model.parameters() if p.dim() > 1]},
         {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 3e-2},
     ]
-    plan = nc.plan(model, policy, hardware=nc.probe(DEVICE))
+    plan = nc.plan(model, policy, hardware=nc.detect_hardware(DEVICE))
     if offload:
-        plan = dataclasses.replace(plan, memory=MemoryPlan(asked=OFFLOAD))
+        plan = dataclasses.replace(plan, memory=MemoryPlan(requested=OFFLOAD))
     settings = {"fused_optimizer": True, "clip_norm": 1.0, **settings}
     return nc.prepare(model, optimizer(groups, lr=1e-2), policy=plan, **settings)
 
@@ -72,7 +72,7 @@ def trained(run, first=0, steps=5, *, bad=()):
     lost = []
     for step in range(first, first + steps):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(DEVICE)
-        with run.compute():
+        with run.autocast():
             loss = run.model(x, step).square().mean()
         outcome = run.step(loss * (float("inf") if step in bad else 1.0))
         assert outcome.applied is (step not in bad)
@@ -102,8 +102,8 @@ def homes(run):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_are_those_of_moments_on_the_device_bit_for_bit(policy):
-    run = prepared(policy, meter_every=1, ema_decay=0.9)
-    kept = prepared(policy, meter_every=1, ema_decay=0.9, offload=False)
+    run = prepared(policy, lost_updates_every=1, ema_decay=0.9)
+    kept = prepared(policy, lost_updates_every=1, ema_decay=0.9, offload=False)
     given = [trained(each, steps=6, bad=(2,)) for each in (run, kept)]
     assert differing(given[0][0], given[1][0]) == []
     assert given[0][1] == given[1][1]
@@ -139,7 +139,7 @@ def test_moments_stay_where_they_are_when_the_policy_changes():
     for offload in (True, False):
         run = prepared("fp32", offload=offload)
         trained(run, steps=2)
-        run.change(
+        run.set_policy(
             dataclasses.replace(
                 nc.plan(run.model, SPLIT, hardware=run.plan.hardware), memory=run.plan.memory
             )
@@ -184,14 +184,14 @@ def test_on_a_gpu_moments_are_pinned_memory_is_less_and_the_host_waits_for_nothi
         run = nc.prepare(model, optimizer, policy=SPLIT, memory=memory)
         x = torch.randn(64, 1024, device="cuda")
         for step in range(6):
-            with run.compute():
+            with run.autocast():
                 loss = run.model(x).square().mean()
             run.sync()
             with host_never_waits() if step == 5 else contextlib.nullcontext():
                 run.step(loss)
         del loss
         held[memory] = torch.cuda.memory_allocated() - before
-        weights[memory] = run.full_weights()
+        weights[memory] = run.fp32_state_dict()
         moments = [s["exp_avg"] for s in run.optimizer.state.values()]
         assert all(m.is_pinned() for m in moments) is bool(memory.offload)
         assert bool(memory.offload) == ("offload" in unsupported_reason(run.engine))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
 from narrowcast.precision.plan.memory import MemoryPlan
-from narrowcast.precision.step.saved_state import state_of
+from narrowcast.precision.step.saved_state import collect_state
 from narrowcast.precision.weights import master
 from narrowcast.precision.weights.lookahead import LookaheadPoint
 
@@ -56,7 +56,7 @@ def prepared(policy="fp32", *, kind="AdamW", settings=None, model=None, **option
 
 def trained(run, steps, *, bad=()):
     for step in steps:
-        with run.compute():
+        with run.autocast():
             loss = loss_of(run.model, step)
         outcome = run.step(loss * math.nan if step in bad else loss)
         assert outcome.applied is (step not in bad)
@@ -93,23 +93,26 @@ def in_fp64(kind, settings):
         optimizer.step()
         with torch.no_grad():
             for name, p in y.items():
-                x[name] += settings.share * (z[name] - x[name])
-                p.copy_(settings.pull * x[name] + (1 - settings.pull) * z[name])
+                x[name] += settings.rate * (z[name] - x[name])
+                p.copy_(settings.interpolation * x[name] + (1 - settings.interpolation) * z[name])
     return {name: p.detach() for name, p in y.items()}, x
 
 
-@pytest.mark.parametrize("settings", [ahead(), ahead(pull=1.0, share=0.2)])
+@pytest.mark.parametrize("settings", [ahead(), ahead(interpolation=1.0, rate=0.2)])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_any_optimizer_trains_as_the_recursion_in_fp64(kind, settings):
     y, x = in_fp64(kind, settings)
     run = trained(prepared(kind=kind, settings=settings), range(STEPS))
     # Five numbers are rounded in a step, each to 2⁻²⁴ of a weight: z, the update, x, e' and y'.
     allowed = STEPS * 5 * 2.0**-24 * max(p.abs().max() for p in x.values())
-    for name, answer in run.answer_weights().items():
+    for name, answer in run.eval_state_dict().items():
         assert answer.dtype == torch.float32
         assert (answer - x[name]).abs().max() < allowed
-        assert (run.full_weights()[name] - y[name]).abs().max() < allowed
-    assert max((x[name] - y[name]).abs().max() for name in x) > 10 * allowed or settings.pull == 1
+        assert (run.fp32_state_dict()[name] - y[name]).abs().max() < allowed
+    assert (
+        max((x[name] - y[name]).abs().max() for name in x) > 10 * allowed
+        or settings.interpolation == 1
+    )
 
 
 def test_the_fused_optimizer_trains_as_the_recursion_in_fp64():
@@ -117,57 +120,57 @@ def test_the_fused_optimizer_trains_as_the_recursion_in_fp64():
     run = trained(prepared(fused_optimizer=True), range(STEPS))
     assert "fused" in run.update_path
     allowed = STEPS * 5 * 2.0**-24 * max(p.abs().max() for p in x.values())
-    for name, answer in run.answer_weights().items():
+    for name, answer in run.eval_state_dict().items():
         assert (answer - x[name]).abs().max() < allowed
-        assert (run.full_weights()[name] - y[name]).abs().max() < allowed
+        assert (run.fp32_state_dict()[name] - y[name]).abs().max() < allowed
 
 
 @given(
     gradients=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=30),
-    pull=st.floats(0.1, 1),
-    share=st.floats(0.01, 1),
+    interpolation=st.floats(0.1, 1),
+    rate=st.floats(0.01, 1),
 )
-def test_the_answer_is_the_average_of_where_the_optimizer_was(gradients, pull, share):
+def test_the_answer_is_the_average_of_where_the_optimizer_was(gradients, interpolation, rate):
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings = ahead(pull=pull, share=share)
+    settings = ahead(interpolation=interpolation, rate=rate)
     run = nc.prepare(model, optimizer, policy="fp32", lookahead=settings)
     z = x = largest = 1.0
     for gradient in gradients:
         run.step(model.weight.sum() * gradient)
         z -= gradient
-        x += share * (z - x)
-        largest = max(largest, abs(z), abs(x), abs(z - x) / pull)
+        x += rate * (z - x)
+        largest = max(largest, abs(z), abs(x), abs(z - x) / interpolation)
         lead = run.engine.weights.lookahead.lead(0)
         # z and y are rounded once in a step, and what is wrong with z stays; x takes of each step
-        # what is wrong with e', which is 1 / pull times as much there.
-        allowed = 4 * (len(gradients) + 1 / pull) * 2.0**-24 * largest
+        # what is wrong with e', which is 1 / interpolation times as much there.
+        allowed = 4 * (len(gradients) + 1 / interpolation) * 2.0**-24 * largest
         assert abs(model.weight.item() + lead.item() - z) <= allowed
-        assert abs(run.answer_weights()["weight"].item() - x) <= allowed
-        assert abs(model.weight.item() - (pull * x + (1 - pull) * z)) <= allowed
+        assert abs(run.eval_state_dict()["weight"].item() - x) <= allowed
+        assert abs(model.weight.item() - (interpolation * x + (1 - interpolation) * z)) <= allowed
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_with_a_share_of_one_it_is_plain_training_bit_for_bit(kind):
-    run = trained(prepared(kind=kind, settings=ahead(share=1.0)), range(20))
+def test_with_a_rate_of_one_it_is_plain_training_bit_for_bit(kind):
+    run = trained(prepared(kind=kind, settings=ahead(rate=1.0)), range(20))
     model = network()
     plain = nc.prepare(model, OPTIMIZERS[kind](model.parameters()), policy="fp32")
     trained(plain, range(20))
-    for name, weight in plain.full_weights().items():
-        assert torch.equal(run.full_weights()[name], weight)
-        assert torch.equal(run.answer_weights()[name], weight)
+    for name, weight in plain.fp32_state_dict().items():
+        assert torch.equal(run.fp32_state_dict()[name], weight)
+        assert torch.equal(run.eval_state_dict()[name], weight)
 
 
 def test_with_hardly_a_pull_the_answer_is_the_average_that_ema_decay_keeps():
-    pull = 2.0**-20
-    run = trained(prepared(settings=ahead(pull=pull, share=0.1)), range(20))
+    interpolation = 2.0**-20
+    run = trained(prepared(settings=ahead(interpolation=interpolation, rate=0.1)), range(20))
     model = network()
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     plain = trained(nc.prepare(model, optimizer, policy="fp32", ema_decay=0.9), range(20))
-    for name, average in plain.averaged_weights().items():
+    for name, average in plain.ema_state_dict().items():
         # Of its way to z a gradient is taken 2⁻²⁰ short, and twenty updates of lr are a way.
-        assert (run.answer_weights()[name] - average).abs().max() < 20 * 1e-2 * 20 * pull
+        assert (run.eval_state_dict()[name] - average).abs().max() < 20 * 1e-2 * 20 * interpolation
 
 
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
@@ -195,8 +198,8 @@ def test_split_and_fp32_master_weights_are_trained_to_the_same_bits(fused, stora
         for policy in (SPLIT, FP32)
     ]
     assert same_bits(*runs)
-    for name, answer in runs[0].answer_weights().items():
-        assert torch.equal(answer, runs[1].answer_weights()[name])
+    for name, answer in runs[0].eval_state_dict().items():
+        assert torch.equal(answer, runs[1].eval_state_dict()[name])
 
 
 def test_leads_in_fp16_are_those_of_true_gradients_once_the_loss_scale_has_given_way():
@@ -207,7 +210,7 @@ def test_leads_in_fp16_are_those_of_true_gradients_once_the_loss_scale_has_given
     while run.steps_applied == 0:
         assert all(map(torch.equal, start, bits_of(run)[0]))
         assert not any(lead.any() for lead in leads)
-        with run.compute():
+        with run.autocast():
             loss = loss_of(run.model)
         run.step(loss)
         leads = bits_of(run)[1]
@@ -230,7 +233,7 @@ def test_accumulated_gradients_are_those_of_one_batch():
         # ten of, and of weights of that order.
         allowed = 10 * (10 * 1e-2 * 2.0**-21 + 4 * 2.0**-24)
         torch.testing.assert_close(a, b, rtol=0, atol=allowed)
-    assert not torch.equal(*(run.answer_weights()["0.weight"] for run in (whole, prepared())))
+    assert not torch.equal(*(run.eval_state_dict()["0.weight"] for run in (whole, prepared())))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -259,16 +262,16 @@ def test_a_frozen_weight_has_a_lead_once_it_is_thawed(fused):
     )
     trained(run, range(3))
     assert [lead is None for lead in run.state_dict()["lookahead"]["leads"]] == [True, True, 0, 0]
-    assert torch.equal(run.answer_weights()["0.weight"], network()[0].weight)
+    assert torch.equal(run.eval_state_dict()["0.weight"], network()[0].weight)
     assert run.stats().bytes["lookahead"] == 4 * (16 * 3 + 3)
     early = copy.deepcopy(run.state_dict())
     model[0].requires_grad_(True)
     trained(run, range(3, 6))
     assert run.state_dict()["lookahead"]["leads"][0].abs().max() > 0
-    assert not torch.equal(run.answer_weights()["0.weight"], run.full_weights()["0.weight"])
+    assert not torch.equal(run.eval_state_dict()["0.weight"], run.fp32_state_dict()["0.weight"])
     later = copy.deepcopy(run.state_dict())
     run.load_state_dict(early)
-    assert torch.equal(run.answer_weights()["0.weight"], run.full_weights()["0.weight"])
+    assert torch.equal(run.eval_state_dict()["0.weight"], run.fp32_state_dict()["0.weight"])
     run.load_state_dict(later)
     assert torch.equal(run.state_dict()["lookahead"]["leads"][0], later["lookahead"]["leads"][0])
 
@@ -286,20 +289,22 @@ def test_a_run_goes_on_bit_for_bit_from_its_state(policy, fused, storage, same_s
     saved = copy.deepcopy(straight.state_dict())
     trained(straight, range(5, 10))
     resumed = begun()
-    places = [lead.data_ptr() for lead in state_of(resumed.engine)["lookahead"]["leads"]]
+    places = [lead.data_ptr() for lead in collect_state(resumed.engine)["lookahead"]["leads"]]
     resumed.load_state_dict(saved)
     trained(resumed, range(5, 10))
     assert same_state(straight.state_dict(), resumed.state_dict())
     # A captured step knows where they are.
-    assert places == [lead.data_ptr() for lead in state_of(resumed.engine)["lookahead"]["leads"]]
+    assert places == [
+        lead.data_ptr() for lead in collect_state(resumed.engine)["lookahead"]["leads"]
+    ]
 
 
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
         (None, "lookahead is a dict of 4 in the checkpoint and nothing here"),
-        (ahead(pull=0.8), "pull is 0.9 in the checkpoint and 0.8 here"),
-        (ahead(share=0.1), "share is 0.05 in the checkpoint and 0.1 here"),
+        (ahead(interpolation=0.8), "interpolation is 0.9 in the checkpoint and 0.8 here"),
+        (ahead(rate=0.1), "rate is 0.05 in the checkpoint and 0.1 here"),
         (
             ahead(storage="bf16"),
             "storage is fp32 in the checkpoint and bf16 here",
@@ -310,34 +315,34 @@ def test_a_state_of_other_settings_is_refused_and_changes_nothing(other, differe
     saved = trained(prepared(), range(3)).state_dict()
     model = network()
     run = nc.prepare(model, OPTIMIZERS["AdamW"](model.parameters()), lookahead=other, policy="fp32")
-    before = copy.deepcopy(run.full_weights())
+    before = copy.deepcopy(run.fp32_state_dict())
     with pytest.raises(CheckpointError, match=difference):
         run.load_state_dict(saved)
-    assert all(torch.equal(w, before[name]) for name, w in run.full_weights().items())
+    assert all(torch.equal(w, before[name]) for name, w in run.fp32_state_dict().items())
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_run_whose_policy_changes_keeps_its_three_points_to_the_bit(fused):
     run = trained(prepared(fused_optimizer=fused), range(5))
-    places = [lead.data_ptr() for lead in state_of(run.engine)["lookahead"]["leads"]]
+    places = [lead.data_ptr() for lead in collect_state(run.engine)["lookahead"]["leads"]]
     for policy in (SPLIT, FP32, "fp32"):
-        before, answer = bits_of(run), run.answer_weights()
-        run.change(policy)
+        before, answer = bits_of(run), run.eval_state_dict()
+        run.set_policy(policy)
         for then, now in zip(before, bits_of(run), strict=True):
             assert all(map(torch.equal, then, now))
-        assert all(torch.equal(answer[name], w) for name, w in run.answer_weights().items())
+        assert all(torch.equal(answer[name], w) for name, w in run.eval_state_dict().items())
         trained(run, range(5, 8))
-    assert places == [lead.data_ptr() for lead in state_of(run.engine)["lookahead"]["leads"]]
+    assert places == [lead.data_ptr() for lead in collect_state(run.engine)["lookahead"]["leads"]]
     with pytest.raises(UnsupportedError, match="master=split"):
-        run.change("fp32, params=bf16, master=kahan")
+        run.set_policy("fp32, params=bf16, master=kahan")
 
 
 def test_moments_on_the_host_change_no_bit():
     def begun(*, offloaded):
         model = network()
-        plan = nc.plan(model, SPLIT, hardware=nc.probe("cpu"))
+        plan = nc.plan(model, SPLIT, hardware=nc.detect_hardware("cpu"))
         if offloaded:
-            memory = MemoryPlan(asked=nc.Memory(offload=["optimizer"]), on_host=0)
+            memory = MemoryPlan(requested=nc.Memory(offload=["optimizer"]), on_host=0)
             plan = dataclasses.replace(plan, memory=memory)
         return trained(prepared(plan, model=model, fused_optimizer=True), range(10))
 
@@ -345,7 +350,7 @@ def test_moments_on_the_host_change_no_bit():
 
 
 def answered(run):
-    with run.answering(), torch.no_grad(), run.compute():
+    with run.use_eval_weights(), torch.no_grad(), run.autocast():
         return loss_of(run.model).item()
 
 
@@ -367,7 +372,7 @@ def test_several_optimizers_move_their_own_weights_of_one_point():
     ]
     run = nc.prepare(model, parts, policy="fp32", lookahead=ahead())
     trained(run, range(10))
-    answer, full = run.answer_weights(), run.full_weights()
+    answer, full = run.eval_state_dict(), run.fp32_state_dict()
     assert not any(torch.equal(answer[name], full[name]) for name in full)
 
 
@@ -383,11 +388,11 @@ def test_the_average_of_the_weights_is_that_of_where_gradients_are_taken():
 
 @pytest.mark.parametrize("policy", ["fp32", SPLIT])
 def test_updates_that_move_nothing_count_as_lost_though_weights_move(policy):
-    run = trained(prepared(policy, kind="SGD", meter_every=1), range(10))
+    run = trained(prepared(policy, kind="SGD", lost_updates_every=1), range(10))
     for group in run.optimizer.param_groups:
         group.update(lr=0.0)
     before = bits_of(run)[0]
-    with run.compute():
+    with run.autocast():
         outcome = run.step(loss_of(run.model))
     assert outcome.lost_updates == 1
     assert not torch.equal(bits_of(run)[0][0], before[0])
@@ -395,7 +400,7 @@ def test_updates_that_move_nothing_count_as_lost_though_weights_move(policy):
 
 def test_a_prepared_model_says_that_it_looks_ahead():
     run = prepared(settings=ahead(storage="bf16"))
-    assert "  lookahead   pull 0.9, share 0.05, leads in bf16" in repr(run).splitlines()
+    assert "  lookahead   interpolation 0.9, rate 0.05, leads in bf16" in repr(run).splitlines()
 
 
 def test_leads_lie_in_memory_as_their_weights():
@@ -417,7 +422,7 @@ def test_a_lead_in_bf16_leaves_the_optimizer_every_digit():
         for step in range(100):
             run.step((model.weight * torch.linspace(0, step, 100).sin()).sum())
         weight, lead = model.weight.detach(), run.engine.weights.lookahead.lead(0).float()
-        return weight + lead, run.answer_weights()["weight"], lead
+        return weight + lead, run.eval_state_dict()["weight"], lead
 
     (z, x, lead), (rounded_z, rounded_x, _) = ends("fp32"), ends("bf16")
     # Two roundings of fp32 a step, and no more.
@@ -430,21 +435,21 @@ def test_a_lead_in_bf16_leaves_the_optimizer_every_digit():
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"pull": 0.0}, "ema_decay=0.95 in place of lookahead"),
-        ({"pull": 1.5}, "above 0 and up to 1"),
-        ({"pull": math.nan}, "above 0 and up to 1"),
-        ({"share": 0.0}, "such as 0.05"),
-        ({"share": 1.01}, "such as 0.05"),
+        ({"interpolation": 0.0}, "ema_decay=0.95 in place of lookahead"),
+        ({"interpolation": 1.5}, "above 0 and up to 1"),
+        ({"interpolation": math.nan}, "above 0 and up to 1"),
+        ({"rate": 0.0}, "such as 0.05"),
+        ({"rate": 1.01}, "such as 0.05"),
         ({"storage": "fp16"}, "fp32 or bf16"),
     ],
 )
 def test_senseless_settings_are_refused(settings, told):
-    with pytest.raises(RecipeError, match=told):
+    with pytest.raises(ConfigError, match=told):
         ahead(**settings)
 
 
 def test_what_are_no_settings_is_refused():
-    with pytest.raises(RecipeError, match=r"lookahead=nc\.Lookahead\(\)"):
+    with pytest.raises(ConfigError, match=r"lookahead=nc\.Lookahead\(\)"):
         prepared(settings=True)
 
 
@@ -492,7 +497,7 @@ def test_it_begins_when_it_is_time_and_takes_the_momentum_over():
     for step in range(6):
         x = torch.randn(7, 5, generator=torch.Generator().manual_seed(step))
         for each in (plain, run):
-            with each.compute():
+            with each.autocast():
                 loss = each.model(x).square().mean()
             each.step(loss)
         same = all(map(torch.equal, models[0].parameters(), models[1].parameters()))
@@ -512,5 +517,5 @@ def test_momentum_that_is_no_average_is_refused_with_the_rate_that_replaces_it()
 @pytest.mark.parametrize("settings", [{"momentum": 1.0}, {"momentum": -0.1}, {"begins_after": -1}])
 def test_a_momentum_or_a_beginning_that_cannot_be_is_refused(settings):
     (name,) = settings
-    with pytest.raises(RecipeError, match=name):
+    with pytest.raises(ConfigError, match=name):
         nc.Lookahead(**settings)

@@ -65,7 +65,7 @@ def test_the_meter_looks_every_so_many_steps_and_can_be_turned_off():
     def measured(every):
         model = model_with([1.0])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = nc.prepare(model, optimizer, policy="fp32", meter_every=every)
+        run = nc.prepare(model, optimizer, policy="fp32", lost_updates_every=every)
         return [run.step(model.weight.sum()).lost_updates is not None for _ in range(7)]
 
     assert measured(3) == [True, False, False, True, False, False, True]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
 from narrowcast.precision.weights.master import MasterWeights
 
 KINDS = ("fp32", "split", "kahan", "stochastic", "none")
@@ -79,7 +79,7 @@ def test_a_master_brings_the_weight_to_the_nearest_bf16(kind):
 def test_a_kahan_master_is_within_its_digits_of_the_sum():
     _, run = after_a_hundred_steps("kahan")
     # A hundred additions, each rounded to sixteen digits.
-    assert (run.full_weights()["weight"] - 1.1).abs().max() < 100 * 2.0**-16
+    assert (run.fp32_state_dict()["weight"] - 1.1).abs().max() < 100 * 2.0**-16
 
 
 def test_stochastic_rounding_is_right_on_average():
@@ -102,14 +102,14 @@ def test_any_torch_optimizer_takes_a_master(optimizer):
     theirs = optimizer(plain.parameters(), lr=1e-2)
     x = torch.randn(4, 8)
     for _ in range(5):
-        with run.compute():
+        with run.autocast():
             loss = model(x).square().mean()
         run.backward(loss)
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             p.grad = q.grad.float()
         run.step()
         theirs.step()
-    full = run.full_weights()
+    full = run.fp32_state_dict()
     assert all(torch.equal(full[name], p) for name, p in plain.named_parameters())
 
 
@@ -122,10 +122,10 @@ def test_weights_are_stepped_in_buckets_without_changing_the_result(monkeypatch)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         run = nc.prepare(model, optimizer, policy="bf16, params=bf16, master=split", clip_norm=0.1)
         for _ in range(3):
-            with run.compute():
+            with run.autocast():
                 loss = model(torch.ones(2, 8)).square().mean()
             run.step(loss)
-        return run.full_weights()
+        return run.fp32_state_dict()
 
     whole = trained()
     monkeypatch.setattr(master, "BUCKET", 10)
@@ -153,7 +153,7 @@ def test_gradients_too_small_for_fp16_reach_its_master_unscaled():
         model, torch.optim.SGD(model.parameters(), lr=1.0), policy="fp32, params=fp16, master=fp32"
     )
     run.step((model.weight.float() * 2.0**-30).sum())
-    assert (run.full_weights()["weight"] == -(2.0**-30)).all()
+    assert (run.fp32_state_dict()["weight"] == -(2.0**-30)).all()
 
 
 @pytest.mark.parametrize("kind", ["fp32", "kahan"])
@@ -196,8 +196,8 @@ def test_a_weight_that_was_resized_is_told_of():
     model = nn.Embedding(8, 4)
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="bf16, params=bf16")
     model.weight.data = torch.zeros(9, 4, dtype=torch.bfloat16)
-    with pytest.raises(RecipeError, match="resize the model before"):
-        run.full_weights()
+    with pytest.raises(ConfigError, match="resize the model before"):
+        run.fp32_state_dict()
     model(torch.tensor([3])).sum().backward()
-    with pytest.raises(RecipeError, match=r"36 numbers .* was 32 numbers"):
+    with pytest.raises(ConfigError, match=r"36 numbers .* was 32 numbers"):
         run.step()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
 MASTERS = ("fp32", "split", "kahan", "stochastic", "none")
@@ -25,7 +25,7 @@ def fresh(mlp, *, policy="fp32, params=bf16, master=split", fused_optimizer=True
 
 def train(run, steps=2):
     for _ in range(steps):
-        with run.compute():
+        with run.autocast():
             loss = run.model(X).float().square().mean()
         run.step(loss)
 
@@ -41,7 +41,7 @@ def test_weights_loaded_into_a_prepared_model_are_the_ones_it_goes_on_from(
     train(run)
     state = {name: torch.full_like(w, value) for name, w in run.model.state_dict().items()}
     run.model.load_state_dict(state)
-    for name, full in run.full_weights().items():
+    for name, full in run.fp32_state_dict().items():
         # A part below half a spacing of bf16 may be left of what was there before.
         assert torch.allclose(full.float(), torch.tensor(value), rtol=2**-8, atol=1e-38), name
     for group in run.optimizer.param_groups:
@@ -63,7 +63,7 @@ def test_weights_pruned_through_data_stay_pruned_in_every_digit(mlp, master, fus
         train(run, 1)
         for name, p in run.model.named_parameters():
             p.data.mul_(keep[name])
-    for name, full in run.full_weights().items():
+    for name, full in run.fp32_state_dict().items():
         assert (full[~keep[name]] == 0).all(), name
         assert (full[keep[name]] != 0).all(), name
         assert full.isfinite().all(), name
@@ -76,12 +76,12 @@ def test_a_checkpoint_holds_no_digits_of_weights_that_were_written_over(mlp, mas
     for p in run.model.parameters():
         p.data.zero_()
     state = run.state_dict()
-    assert all((kept == 0).all() for kept in state["master"]["beside"])
+    assert all((kept == 0).all() for kept in state["master"]["residual"])
     other = fresh(mlp, policy=f"fp32, params=bf16, master={master}")
     other.load_state_dict(state)
     for each in (run, other):
         train(each)
-    mine, theirs = run.full_weights(), other.full_weights()
+    mine, theirs = run.fp32_state_dict(), other.fp32_state_dict()
     assert all(torch.equal(theirs[name], full) for name, full in mine.items())
 
 
@@ -100,7 +100,7 @@ def test_what_is_written_through_data_trains_as_what_torch_counts(mlp, master, f
             counted.clamp_(-0.05, 0.05)
     for run in runs:
         train(run)
-    hidden, counted = (run.full_weights() for run in runs)
+    hidden, counted = (run.fp32_state_dict() for run in runs)
     assert all(torch.equal(hidden[name], counted[name]) for name in counted)
 
 
@@ -108,13 +108,13 @@ def test_what_is_written_through_data_trains_as_what_torch_counts(mlp, master, f
 def test_weights_lent_and_given_back_keep_every_digit(mlp, master):
     run = fresh(mlp, policy=f"fp32, params=bf16, master={master}")
     train(run)
-    before = {name: full.clone() for name, full in run.full_weights().items()}
+    before = {name: full.clone() for name, full in run.fp32_state_dict().items()}
     kept = {name: w.clone() for name, w in run.model.state_dict().items()}
     with torch.no_grad():
         for p in run.model.parameters():
             p.mul_(3)
     run.model.load_state_dict(kept)
-    assert all(torch.equal(full, before[name]) for name, full in run.full_weights().items())
+    assert all(torch.equal(full, before[name]) for name, full in run.fp32_state_dict().items())
 
 
 @pytest.mark.parametrize("master", ["fp32", "split", "kahan"])
@@ -123,20 +123,20 @@ def test_averaged_weights_never_become_the_master_weights(mlp, master):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run = nc.prepare(model, optimizer, policy=f"fp32, params=bf16, master={master}", ema_decay=0.5)
     train(run, 3)
-    before = {name: full.clone() for name, full in run.full_weights().items()}
-    with run.averaged():
-        with run.averaged():
+    before = {name: full.clone() for name, full in run.fp32_state_dict().items()}
+    with run.use_ema():
+        with run.use_ema():
             pass
         with torch.no_grad():
             next(model.parameters()).mul_(1)  # a write, inside the outer block still
-    assert all(torch.equal(full, before[name]) for name, full in run.full_weights().items())
+    assert all(torch.equal(full, before[name]) for name, full in run.fp32_state_dict().items())
 
 
 def test_a_model_laid_out_anew_after_prepare_is_refused():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 5))
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="fp32")
     model.to(memory_format=torch.channels_last)
-    with pytest.raises(RecipeError, match=r"strides \(36, 1, 12, 4\).*before prepare"):
+    with pytest.raises(ConfigError, match=r"strides \(36, 1, 12, 4\).*before prepare"):
         run.step(model(torch.randn(2, 4, 3, 3)).sum())
 
 
@@ -145,11 +145,11 @@ def test_a_model_laid_out_anew_after_prepare_is_refused():
 def test_a_model_cast_after_prepare_is_refused(mlp, cast, fused_optimizer):
     run = fresh(mlp, fused_optimizer=fused_optimizer)
     train(run)
-    with run.compute():
+    with run.autocast():
         loss = run.model(X).float().square().mean()
     run.backward(loss)
     getattr(run.model, cast)()
-    with pytest.raises(RecipeError, match=r"call model\.to\(…\), before prepare"):
+    with pytest.raises(ConfigError, match=r"call model\.to\(…\), before prepare"):
         run.step()
 
 
@@ -157,7 +157,7 @@ def test_a_weight_replaced_in_the_optimizer_is_refused(mlp):
     run = fresh(mlp)
     train(run)
     run.optimizer.param_groups[0]["params"][-1] = nn.Parameter(torch.zeros(16))
-    with pytest.raises(RecipeError, match="parameters changed after prepare"):
+    with pytest.raises(ConfigError, match="parameters changed after prepare"):
         train(run, 1)
 
 
@@ -169,7 +169,7 @@ def test_a_weight_moved_to_another_group_is_refused_rather_than_updated_as_befor
     train(run)
     one, other = optimizer.param_groups
     one["params"].append(other["params"].pop())
-    with pytest.raises(RecipeError, match="parameters changed after prepare"):
+    with pytest.raises(ConfigError, match="parameters changed after prepare"):
         train(run, 1)
 
 
@@ -181,7 +181,7 @@ def test_a_layer_replaced_in_the_model_is_refused_rather_than_not_trained(mlp, w
         run.model[3].weight = nn.Parameter(torch.zeros(16, 32))
     else:
         run.model[3] = nn.Linear(32, 16)
-    with pytest.raises(RecipeError, match=r"3.* of the model was replaced after prepare"):
+    with pytest.raises(ConfigError, match=r"3.* of the model was replaced after prepare"):
         train(run, 1)
 
 
@@ -189,7 +189,7 @@ def test_a_layer_replaced_in_the_model_is_refused_rather_than_not_trained(mlp, w
 def test_stepping_the_optimizer_by_hand_is_refused_until_release(mlp, policy):
     run = fresh(mlp, policy=policy, fused_optimizer=None)
     train(run)
-    with pytest.raises(RecipeError, match=r"call step\(loss\)"):
+    with pytest.raises(ConfigError, match=r"call step\(loss\)"):
         run.optimizer.step()
     run.release()
     run.model(X).square().mean().backward()
@@ -202,7 +202,7 @@ def test_stepping_the_optimizer_by_hand_is_refused_until_release(mlp, policy):
 @pytest.mark.parametrize("master", MASTERS)
 def test_gradients_cleared_through_the_optimizer_are_gone(mlp, master, set_to_none):
     run = fresh(mlp, policy=f"fp32, params=bf16, master={master}")
-    with run.compute():
+    with run.autocast():
         run.backward(run.model(X).float().square().mean())
     run.optimizer.zero_grad(set_to_none=set_to_none)
     left = [p.grad for p in run.model.parameters() if p.grad is not None]
@@ -220,16 +220,16 @@ def test_settings_that_the_fused_step_lacks_are_refused_when_they_come_later(mlp
     run = fresh(mlp)
     train(run)
     run.optimizer.param_groups[0][setting] = value
-    with pytest.raises(RecipeError, match="write fused_optimizer=False"):
+    with pytest.raises(ConfigError, match="write fused_optimizer=False"):
         train(run, 1)
 
 
 def test_gradients_that_no_loss_scale_is_in_are_refused_rather_than_divided_by_it(mlp):
     run = fresh(mlp, policy="fp16", fused_optimizer=None)
-    with run.compute():
+    with run.autocast():
         loss = run.model(X).float().square().mean()
     loss.backward()
-    with pytest.raises(RecipeError, match=r"in place of loss\.backward\(\)"):
+    with pytest.raises(ConfigError, match=r"in place of loss\.backward\(\)"):
         run.step()
 
 
@@ -249,10 +249,10 @@ def test_a_model_laid_out_channels_last_trains_as_any_other(master, optimizer):
         )
         x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
         for _ in range(4):
-            with run.compute():
+            with run.autocast():
                 loss = F.mse_loss(model(x).float(), torch.ones(2, 2))
             run.step(loss)
-        return run.full_weights()["0.weight"]
+        return run.fp32_state_dict()["0.weight"]
 
     plain, last = trained(torch.contiguous_format), trained(torch.channels_last)
     # A kernel that takes elements in another order may round its last bit otherwise.
@@ -266,25 +266,25 @@ def test_a_copy_of_what_prepare_returned_is_refused_with_what_to_save(mlp, how):
         how(run)
 
 
-@pytest.mark.parametrize("what", ["state_dict", "full_weights", "release", "step", "change"])
+@pytest.mark.parametrize("what", ["state_dict", "fp32_state_dict", "release", "step", "set_policy"])
 def test_what_needs_the_trained_weights_is_refused_while_averages_stand_in(mlp, what):
     model = mlp()
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="fp32", ema_decay=0.5)
     train(run, 1)
-    before = {name: full.clone() for name, full in run.full_weights().items()}
+    before = {name: full.clone() for name, full in run.fp32_state_dict().items()}
     calls = {
         "state_dict": run.state_dict,
-        "full_weights": run.full_weights,
+        "fp32_state_dict": run.fp32_state_dict,
         "release": run.release,
         "step": lambda: run.step(model(X).sum()),
-        "change": lambda: run.change(run.plan),
+        "set_policy": lambda: run.set_policy(run.plan),
     }
     with (
-        run.averaged(),
-        pytest.raises(RecipeError, match=rf"{what}\(\) was called inside averaged"),
+        run.use_ema(),
+        pytest.raises(ConfigError, match=rf"{what}\(\) was called inside use_ema"),
     ):
         calls[what]()
-    assert all(torch.equal(full, before[name]) for name, full in run.full_weights().items())
+    assert all(torch.equal(full, before[name]) for name, full in run.fp32_state_dict().items())
 
 
 def test_clearing_gradients_forgets_that_they_were_scaled(mlp):
@@ -294,7 +294,7 @@ def test_clearing_gradients_forgets_that_they_were_scaled(mlp):
     run.backward(model(X).sum())
     optimizer.zero_grad()
     model(X).sum().backward()
-    with pytest.raises(RecipeError, match="in place of loss"):
+    with pytest.raises(ConfigError, match="in place of loss"):
         run.step()
 
 
@@ -346,14 +346,14 @@ def test_an_optimizer_around_another_one_is_refused_before_anything_is_changed(m
     nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="fp32")
 
 
-@pytest.mark.parametrize("what", ["step", "state_dict", "full_weights"])
+@pytest.mark.parametrize("what", ["step", "state_dict", "fp32_state_dict"])
 def test_what_was_released_says_so(mlp, what):
     run = fresh(mlp)
     model = run.release()
     calls = {
         "step": lambda: run.step(model(X).sum()),
         "state_dict": run.state_dict,
-        "full_weights": run.full_weights,
+        "fp32_state_dict": run.fp32_state_dict,
     }
-    with pytest.raises(RecipeError, match="release\\(\\) has undone this"):
+    with pytest.raises(ConfigError, match="release\\(\\) has undone this"):
         calls[what]()

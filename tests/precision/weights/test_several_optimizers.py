@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 MASTERS = ("fp32", "split", "kahan", "stochastic", "none")
 
@@ -47,7 +47,7 @@ def plain(steps):
 
 def train(run, first, last):
     for step in range(first, last):
-        with run.compute():
+        with run.autocast():
             loss = run.model(batch(step)).square().mean()
         assert run.step(loss).applied
 
@@ -90,7 +90,7 @@ def test_each_moves_master_weights_as_it_would_move_fp32_ones(master):
         for each in (*optimizers, *schedulers):
             each.step()
         run.step(loss_of(run.model))
-    assert equal(run.full_weights(), dict(net.state_dict()))
+    assert equal(run.fp32_state_dict(), dict(net.state_dict()))
 
 
 def given_gradient(p):
@@ -114,7 +114,7 @@ def test_a_run_of_two_optimizers_goes_on_bit_for_bit(policy, same_state):
 def test_release_gives_each_optimizer_its_weights_and_its_state_back():
     run = prepared("fp32, params=bf16, master=split")
     train(run, 0, 2)
-    full = {name: value.clone() for name, value in run.full_weights().items()}
+    full = {name: value.clone() for name, value in run.fp32_state_dict().items()}
     net = run.release()
     assert equal(dict(net.state_dict()), full)
     for each in run.optimizers:
@@ -127,7 +127,7 @@ def test_release_gives_each_optimizer_its_weights_and_its_state_back():
 
 def test_zero_grad_of_one_clears_what_that_one_holds():
     run = prepared("fp32, params=bf16")
-    with run.compute():
+    with run.autocast():
         loss = run.model(batch(0)).square().mean()
     run.backward(loss)
     run.optimizers[0].zero_grad()
@@ -140,23 +140,23 @@ def test_zero_grad_of_one_clears_what_that_one_holds():
 def test_none_of_them_is_stepped_by_hand():
     run = prepared()
     for each in run.optimizers:
-        with pytest.raises(RecipeError, match=r"optimizer.step\(\) was called after prepare"):
+        with pytest.raises(ConfigError, match=r"optimizer.step\(\) was called after prepare"):
             each.step()
 
 
 def test_a_weight_in_two_optimizers_is_refused_by_name():
     net = model()
     both = [torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(net[3].parameters(), lr=0.1)]
-    with pytest.raises(RecipeError, match=r"3\.weight is in two of the optimizers, 0 and 1"):
+    with pytest.raises(ConfigError, match=r"3\.weight is in two of the optimizers, 0 and 1"):
         nc.prepare(net, both)
     assert not hasattr(net[0], "nc_region")
 
 
 def test_the_one_optimizer_of_several_is_not_guessed():
     run = prepared()
-    with pytest.raises(RecipeError, match=r"2 optimizers; write run.optimizers\[0\]"):
+    with pytest.raises(ConfigError, match=r"2 optimizers; write run.optimizers\[0\]"):
         run.optimizer  # noqa: B018
-    with pytest.raises(RecipeError, match="empty list of optimizers"):
+    with pytest.raises(ConfigError, match="empty list of optimizers"):
         nc.prepare(model(), [])
 
 
@@ -187,7 +187,7 @@ def test_moments_from_before_prepare_go_on_a_few_weights_at_a_time(master, monke
         run.step(sum((p * given_gradient(p)).sum() for p in net.parameters()))
     for _ in range(4):
         take(theirs, plain_ones)
-    assert equal(run.full_weights(), dict(theirs.state_dict()))
+    assert equal(run.fp32_state_dict(), dict(theirs.state_dict()))
     run.release()
     take(net, ours)
     take(theirs, plain_ones)

@@ -39,6 +39,6 @@ def test_a_loss_of_one_piece_has_no_chart(run_data_of, step):
 
 def test_a_part_that_some_steps_lack_or_that_is_not_finite_is_drawn_with_gaps(run_data_of, step):
     given = [{"a": 1.0}, {}, {"a": math.inf}, {"a": 2.0, "b": math.nan}]
-    records = [step(n, parts=parts) for n, parts in enumerate(given, 1)]
+    records = [step(n, loss_parts=parts) for n, parts in enumerate(given, 1)]
     (line,) = parts_chart(run_data_of(records, steps=4)).data
     assert line["y"] == [1.0, None, None, 2.0]

@@ -42,7 +42,9 @@ def test_the_loss_chart_has_at_most_2000_training_points_every_evaluation_and_ev
 
 def test_hovering_over_a_skip_shows_its_reason_and_none_of_its_markup(run_data_of, step):
     why = '<b>blocks.0</b> & "more" ' + "word " * 20 + "end"
-    found = traces(loss_chart(run_data_of([step(1), step(2, applied=False, why=why)], steps=2)))
+    found = traces(
+        loss_chart(run_data_of([step(1), step(2, applied=False, skip_reason=why)], steps=2))
+    )
     (text,) = found["skipped"]["text"]
     assert set(re.findall(r"<[^>]*>", text)) <= {"<br>"}
     said = html.unescape(text.replace("<br>", " "))

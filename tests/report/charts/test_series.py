@@ -94,28 +94,28 @@ def test_the_corners_of_a_stair_rebuild_it(values):
 )
 def test_the_marks_cover_every_skipped_step_and_no_other(history, whys, step):
     records = [
-        step(n, applied=applied, why="" if applied else whys[n])
+        step(n, applied=applied, skip_reason="" if applied else whys[n])
         for n, applied in enumerate(history)
     ]
     marks = skip_marks(records)
     covered = [(n, mark.why) for mark in marks for n in range(mark.first, mark.last + 1)]
-    assert covered == [(r.step, r.why) for r in records if not r.applied]
+    assert covered == [(r.step, r.skip_reason) for r in records if not r.applied]
 
 
 def test_neighbours_with_the_same_reason_are_one_mark(step):
-    records = [step(n, applied=False, why="inf") for n in (4, 5, 6)]
+    records = [step(n, applied=False, skip_reason="inf") for n in (4, 5, 6)]
     (mark,) = skip_marks(records)
     assert (mark.first, mark.last, mark.steps) == (4, 6, 3)
 
 
 def test_neighbours_at_different_scales_stay_apart(step):
-    records = [step(n, applied=False, why="inf", loss_scale=2.0**-n) for n in (4, 5, 6)]
+    records = [step(n, applied=False, skip_reason="inf", loss_scale=2.0**-n) for n in (4, 5, 6)]
     assert [mark.loss_scale for mark in skip_marks(records)] == [2.0**-4, 2.0**-5, 2.0**-6]
 
 
 @pytest.mark.parametrize("n", [0, 1, 5000, 5001, 20_000])
 def test_at_most_5000_marks_are_drawn_and_they_stand_for_every_skipped_step(n, step):
-    marks = skip_marks([step(2 * k, applied=False, why="inf") for k in range(n)])
+    marks = skip_marks([step(2 * k, applied=False, skip_reason="inf") for k in range(n)])
     chosen = drawn(marks)
     assert len(chosen) == min(n, 5000)
     assert sum(mark.steps for mark in chosen) == n

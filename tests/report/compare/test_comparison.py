@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.report.compare.comparison import compare
-from narrowcast.report.compare.intervals import mean_of
+from narrowcast.report.compare.intervals import estimate_mean
 from narrowcast.report.compare.rows import headline, rows
 from narrowcast.report.compare.runs import TRAINING
 from narrowcast.runs import EvalRecord, Metric, TaskInfo
@@ -30,7 +30,7 @@ def test_runs_that_differ_only_in_the_seed_are_one_group_with_a_t_interval(make)
     offsets = [0.0, 0.01, 0.05]
     folders = [make(f"a{i}", seed=i, offset=x) for i, x in enumerate(offsets)]
     (group,) = compare(folders).groups
-    expected = mean_of([2 + x for x in offsets])
+    expected = estimate_mean([2 + x for x in offsets])
     assert group.at_step.mean == pytest.approx(expected.mean)
     assert group.at_step.half_width == pytest.approx(expected.half_width)
     assert group.seeds == (0, 1, 2)
@@ -106,7 +106,9 @@ def test_the_same_seeds_are_compared_pair_by_pair(make):
     first, second = compare(folders).groups
     assert first.against is None
     assert second.against.mean == pytest.approx(0.021)
-    assert second.against.half_width == pytest.approx(mean_of([0.02, 0.021, 0.022]).half_width)
+    assert second.against.half_width == pytest.approx(
+        estimate_mean([0.02, 0.021, 0.022]).half_width
+    )
     assert second.against.half_width < first.at_step.half_width / 50
     assert "more than chance" in headline(compare(folders))
 
@@ -151,7 +153,7 @@ def test_runs_that_share_no_evaluated_step_are_taken_at_their_last_before_the_sh
 def test_runs_of_different_workloads_are_refused_with_what_each_is(make):
     a, b = make("a", workload="lm"), make("b", workload="forecast")
     with pytest.raises(
-        RecipeError, match=r"different things.*is lm.*is forecast; name runs of one"
+        ConfigError, match=r"different things.*is lm.*is forecast; name runs of one"
     ):
         compare([a, b])
 
@@ -211,18 +213,18 @@ def test_skipped_steps_are_no_other_learning_rate_schedule(make_run, step):
 def test_a_run_is_not_compared_with_itself(again, make, tmp_path, monkeypatch):
     make("a")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError, match="two or more different run folders"):
+    with pytest.raises(ConfigError, match="two or more different run folders"):
         compare(["a", again])
 
 
 @pytest.mark.parametrize("target", [math.nan, math.inf])
 def test_a_target_that_is_no_number_is_refused(target, make):
-    with pytest.raises(RecipeError, match="write a finite number"):
+    with pytest.raises(ConfigError, match="write a finite number"):
         compare([make("a"), make("b", seed=1)], target=target)
 
 
 def test_one_run_is_no_comparison(make):
-    with pytest.raises(RecipeError, match="two or more"):
+    with pytest.raises(ConfigError, match="two or more"):
         compare([make("a")])
 
 
@@ -234,13 +236,13 @@ def test_a_run_without_a_step_is_refused(make, make_run):
 
 def test_a_run_that_was_never_finite_is_refused(make, make_run, step):
     lost = str(make_run([step(1, loss=math.nan)], steps=1, folder="lost"))
-    with pytest.raises(RecipeError, match=r"training loss was never finite in .*lost"):
+    with pytest.raises(ConfigError, match=r"training loss was never finite in .*lost"):
         compare([make("a"), lost])
 
 
 def test_a_metric_that_some_run_lacks_is_refused_with_those_there_are(make):
     with pytest.raises(
-        RecipeError, match=r"--metric crps: not every .* write one of loss, 'training"
+        ConfigError, match=r"--metric crps: not every .* write one of loss, 'training"
     ):
         compare([make("a"), make("b", seed=1)], metric="crps")
 
@@ -279,7 +281,7 @@ def test_the_headline_of_the_task_is_compared_though_another_metric_was_written_
 
 def test_runs_are_compared_by_a_part_of_their_loss(make_run, step):
     folders = [
-        str(make_run([step(1, parts={"prior": 0.5 + s})], steps=1, folder=f"p{s}", seed=s))
+        str(make_run([step(1, loss_parts={"prior": 0.5 + s})], steps=1, folder=f"p{s}", seed=s))
         for s in (0, 1)
     ]
     found = compare(folders, metric="loss/prior")

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from narrowcast.report.live import watched
-from narrowcast.report.live.watched import Cursor, Watched
+from narrowcast.report.live.watched import Cursor, WatchedRun
 
 
 class Page:
     """What one open page knows."""
 
     def __init__(self, folder: Path) -> None:
-        self.watched, self.cursor = Watched(folder), Cursor()
+        self.watched, self.cursor = WatchedRun(folder), Cursor()
         self.lists: dict[str, list[Any]] = {}
         self.events: dict[int, dict[str, Any]] = {}
         self.evals: list[Any] = []

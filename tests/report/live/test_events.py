@@ -25,14 +25,14 @@ def change(number, module="a"):
 def test_skips_in_a_row_for_one_reason_are_one_row(step):
     skips = Skips()
     for number, why in [(4, "inf"), (5, "inf"), (6, "nan"), (8, "nan")]:
-        skips.add(step(number, applied=False, why=why))
+        skips.add(step(number, applied=False, skip_reason=why))
     assert [row[:3] for row in skips.rows()] == [[4, 5, 2], [6, 6, 1], [8, 8, 1]]
 
 
 def test_any_number_of_skips_is_counted_in_a_bounded_number_of_rows(step):
     skips = Skips()
     for number in range(1, 9 * MOST_MARKS, 3):
-        skips.add(step(number, applied=False, why="inf"))
+        skips.add(step(number, applied=False, skip_reason="inf"))
     assert len(skips.rows()) <= MOST_MARKS
     assert sum(row[2] for row in skips.rows()) == 3 * MOST_MARKS
     assert skips.rows()[0][0] == 1

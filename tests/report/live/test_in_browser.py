@@ -131,7 +131,7 @@ def test_a_hostile_run_runs_nothing(make_run, step, opened, driver):
     bad = "<img src=x onerror=\"document.body.dataset.owned='yes'\"><b>bold</b>`<i>code`"
     records = [
         step(1),
-        step(2, applied=False, why=bad),
+        step(2, applied=False, skip_reason=bad),
         FindingRecord(
             step=2, module=bad, role=bad, what=bad, why=bad, action=bad, since=2, advice=bad
         ),

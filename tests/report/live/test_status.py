@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from narrowcast.report.live.status import Course, status
+from narrowcast.report.live.status import LiveProgress, status
 
-HALF_WAY = Course(step=50, asked=100, step_seconds=0.1)
+HALF_WAY = LiveProgress(step=50, requested_steps=100, step_seconds=0.1)
 
 
 def judged(course, **changes):
@@ -16,16 +16,16 @@ def judged(course, **changes):
 @pytest.mark.parametrize(
     ("course", "known", "label"),
     [
-        (Course(asked=100), {}, "Starting"),
-        (Course(asked=100), {"held": False}, "Starting"),
+        (LiveProgress(requested_steps=100), {}, "Starting"),
+        (LiveProgress(requested_steps=100), {"held": False}, "Starting"),
         (HALF_WAY, {}, "Running"),
         (HALF_WAY, {"quiet": 1e6}, "Running"),
         # On a disk whose locks are not shared, what it writes shows that it runs.
         (HALF_WAY, {"held": False, "quiet": 1.0}, "Running"),
         (HALF_WAY, {"held": None, "quiet": 60.0}, "Running"),
-        (Course(step=100, asked=100), {}, "Finishing"),
-        (Course(step=50, asked=100, ended_early="no better"), {}, "Finishing"),
-        (Course(step=50, asked=100, lost_since=40), {}, "Loss not finite"),
+        (LiveProgress(step=100, requested_steps=100), {}, "Finishing"),
+        (LiveProgress(step=50, requested_steps=100, ended_early="no better"), {}, "Finishing"),
+        (LiveProgress(step=50, requested_steps=100, lost_since=40), {}, "Loss not finite"),
     ],
 )
 def test_a_run_at_work_is_said_to_be(course, known, label):
@@ -35,18 +35,38 @@ def test_a_run_at_work_is_said_to_be(course, known, label):
 @pytest.mark.parametrize(
     ("course", "label"),
     [
-        (Course(asked=100), "Seems dead"),
+        (LiveProgress(requested_steps=100), "Seems dead"),
         (HALF_WAY, "Seems dead"),
-        (Course(step=50, asked=100, saved_at=40), "Seems dead"),
-        (Course(step=50, asked=100, saved_at=50), "Interrupted"),
-        (Course(step=100, asked=100, saved_at=100), "Finished"),
-        (Course(step=100, asked=100, saved_at=90), "Seems dead"),
-        (Course(step=100, asked=100, saved_at=100, diverged="the loss is nan"), "Diverged"),
-        (Course(step=50, asked=100, saved_at=50, diverged="no step was applied"), "Interrupted"),
-        (Course(step=50, asked=100, skipped_in_a_row=20, patience=20), "Diverged"),
-        (Course(step=50, asked=100, saved_at=50, ended_early="no better"), "Finished"),
-        (Course(step=50, asked=100, saved_at=40, ended_early="no better"), "Seems dead"),
-        (Course(step=50, asked=100, saved_at=50, ended_early="it", diverged="nan"), "Diverged"),
+        (LiveProgress(step=50, requested_steps=100, saved_at=40), "Seems dead"),
+        (LiveProgress(step=50, requested_steps=100, saved_at=50), "Interrupted"),
+        (LiveProgress(step=100, requested_steps=100, saved_at=100), "Finished"),
+        (LiveProgress(step=100, requested_steps=100, saved_at=90), "Seems dead"),
+        (
+            LiveProgress(step=100, requested_steps=100, saved_at=100, diverged="the loss is nan"),
+            "Diverged",
+        ),
+        (
+            LiveProgress(step=50, requested_steps=100, saved_at=50, diverged="no step was applied"),
+            "Interrupted",
+        ),
+        (
+            LiveProgress(step=50, requested_steps=100, skipped_in_a_row=20, max_skipped_steps=20),
+            "Diverged",
+        ),
+        (
+            LiveProgress(step=50, requested_steps=100, saved_at=50, ended_early="no better"),
+            "Finished",
+        ),
+        (
+            LiveProgress(step=50, requested_steps=100, saved_at=40, ended_early="no better"),
+            "Seems dead",
+        ),
+        (
+            LiveProgress(
+                step=50, requested_steps=100, saved_at=50, ended_early="it", diverged="nan"
+            ),
+            "Diverged",
+        ),
     ],
 )
 @pytest.mark.parametrize("held", [False, None])
@@ -55,7 +75,10 @@ def test_a_run_that_ended_is_told_by_how(course, label, held):
 
 
 def test_a_finished_run_is_finished_at_once_where_locks_do_not_tell():
-    assert judged(Course(step=9, asked=9, saved_at=9), held=None) == ("Finished", False)
+    assert judged(LiveProgress(step=9, requested_steps=9, saved_at=9), held=None) == (
+        "Finished",
+        False,
+    )
 
 
 def test_a_folder_that_is_gone_is_said_to_be():

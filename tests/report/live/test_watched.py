@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from narrowcast.report.live.watched import Cursor, Watched
+from narrowcast.report.live.watched import Cursor, WatchedRun
 from narrowcast.runs import (
     CheckpointRecord,
     EvalRecord,
@@ -134,7 +134,7 @@ def test_whatever_number_a_record_holds_is_told_as_strict_json(make_run, step, b
     fields = ("loss", "loss_scale", "grad_norm", "lr", "lost_updates", "seconds")
     records = [step(n, **dict.fromkeys(fields, bad), applied=n % 2 == 0) for n in range(1, 80)]
     folder = make_run([*records, step(80), EvalRecord(step=80, metrics={"loss": bad})], steps=100)
-    _, told = Watched(folder).since(Cursor())
+    _, told = WatchedRun(folder).since(Cursor())
     json.dumps(told, allow_nan=False)
     assert told["head"]["progress"] == "Step 80 of 100"
 
@@ -177,7 +177,7 @@ def test_a_run_too_long_for_one_look_is_said_to_be_read(make_run, open_page, ste
 
 def test_ten_thousand_steps_are_read_quickly_and_told_in_little(make_run, course):
     folder = make_run(course(10_000, eval_every=100), steps=10_000)
-    watched, began = Watched(folder), time.thread_time()  # others may be at work here
+    watched, began = WatchedRun(folder), time.thread_time()  # others may be at work here
     _, told = watched.since(Cursor())
     assert time.thread_time() - began < 2
     assert len(json.dumps(told)) < 400_000

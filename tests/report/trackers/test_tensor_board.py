@@ -46,7 +46,7 @@ def test_numbers_and_words_are_read_back_at_their_steps(track, tmp_path, step):
     finding = FindingRecord(
         step=2, since=1, module="<b>", role="", what="w", why="y", action="a", advice=""
     )
-    track([step(1, loss=2.5), step(2, loss=math.inf, applied=False, why="inf"), finding])
+    track([step(1, loss=2.5), step(2, loss=math.inf, applied=False, skip_reason="inf"), finding])
     found = read(tmp_path)
     assert course(found, "train/loss") == [(1, 2.5), (2, math.inf)]
     assert course(found, "train/skipped") == [(1, 0.0), (2, 1.0)]

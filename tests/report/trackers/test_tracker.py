@@ -2,7 +2,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from narrowcast.report.trackers.tracker import Trackers, numbers, words
+from narrowcast.report.trackers.tracker import Trackers, numbers, record_text
 from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, PrecisionRecord
 
 SAVED = CheckpointRecord(step=1, seconds_blocked=0.0, seconds_total=0.0, bytes=1)
@@ -67,24 +67,24 @@ def test_an_interruption_is_no_failure_of_a_tracker(step):
 
 
 def test_what_a_record_holds_is_told_as_numbers_and_words(step):
-    record = step(1, applied=False, why="inf", items=10, seconds=0.5, lost_updates=0.25)
+    record = step(1, applied=False, skip_reason="inf", items=10, seconds=0.5, lost_updates=0.25)
     assert numbers(record)["speed/items_per_second"] == 20
     assert numbers(record)["train/skipped"] == 1
     assert numbers(record)["train/lost_updates"] == 0.25
-    assert words(record) == {"skipped": "inf"}
+    assert record_text(record) == {"skipped": "inf"}
     assert "train/lost_updates" not in numbers(step(1))
-    assert words(step(1)) == {}
+    assert record_text(step(1)) == {}
     assert numbers(EvalRecord(step=1, metrics={"loss": 2.0})) == {"eval/loss": 2.0}
     texts = {"what": "saturates", "why": "amax 500", "action": "none", "advice": "wait"}
     finding = FindingRecord(step=1, since=1, module="head", role="input", **texts)
-    assert words(finding) == {"finding": "head input: saturates: amax 500; none; wait"}
+    assert record_text(finding) == {"finding": "head input: saturates: amax 500; none; wait"}
     change = PrecisionRecord(step=1, module="", before="e4m3", after="bf16", reason="phase")
-    assert words(change) == {"precision": "e4m3 → bf16: phase"}
-    assert (numbers(SAVED), words(SAVED)) == ({}, {})
+    assert record_text(change) == {"precision": "e4m3 → bf16: phase"}
+    assert (numbers(SAVED), record_text(SAVED)) == ({}, {})
 
 
 def test_parts_of_the_loss_are_numbers_of_their_own(step):
-    found = numbers(step(1, parts={"prior": 0.5, "noise": 0.25}))
+    found = numbers(step(1, loss_parts={"prior": 0.5, "noise": 0.25}))
     assert {name: y for name, y in found.items() if name.startswith("loss/")} == {
         "loss/prior": 0.5,
         "loss/noise": 0.25,

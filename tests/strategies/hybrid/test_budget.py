@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.strategies.hybrid.budget import ChoosingBudget, JumpAccount
 
 
@@ -29,7 +29,7 @@ def test_whoever_spends_no_more_than_is_left_spends_no_more_than_the_share(share
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5, float("nan")])
 def test_a_share_outside_0_to_1_raises(share):
-    with pytest.raises(RecipeError, match="readout_budget"):
+    with pytest.raises(ConfigError, match="readout_budget"):
         ChoosingBudget(share=share)
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.strategies.hybrid.history import WeightHistory, slope
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_weights_at_rest_stay_at_rest():
 ])  # fmt: skip
 def test_a_prediction_without_a_past_or_a_future_raises(snapshots, ahead, message):
     past = history(lambda t: [torch.ones(3) * t], snapshots)
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         past.predict(ahead)
 
 

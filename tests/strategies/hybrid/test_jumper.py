@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.nested import tensors_in
 from narrowcast.strategies.hybrid.jumper import RISK, Jumper, judge, student_quantile
 
@@ -79,7 +79,7 @@ def test_of_jumps_that_do_nothing_few_are_accepted():
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (7, 7), (8, 9)])
 def test_fewer_than_eight_pairs_raise(before, after):
-    with pytest.raises(RecipeError, match=f"got {before} before and {after} after"):
+    with pytest.raises(ConfigError, match=f"got {before} before and {after} after"):
         judge([1.0] * before, [0.5] * after)
 
 
@@ -95,7 +95,7 @@ def prepared(policy, **settings):
 
 def train(run, steps, *, first=0, jumper=None):
     for step in range(first, first + steps):
-        with run.compute():
+        with run.autocast():
             loss = (run.model(X * (1 + step % 3)).float() - 1).square().mean()
         run.step(loss)
         if jumper is not None:
@@ -162,7 +162,7 @@ def test_a_run_whose_jumps_are_rejected_is_the_run_without_them(policy):
     jumper = jumper_of(jumping)
 
     def compute():
-        with jumping.compute():  # draws random numbers, and moves the batch norm
+        with jumping.autocast():  # draws random numbers, and moves the batch norm
             jumping.model(torch.randn(4, 16))
         return [1.0] * 8
 
@@ -226,12 +226,12 @@ def test_another_number_of_losses_raises():
     run = prepared("fp32")
     jumper = jumper_of(run)
     train(run, 6, jumper=jumper)
-    with pytest.raises(RecipeError, match="8 micro-batches, got 9 losses"):
+    with pytest.raises(ConfigError, match="8 micro-batches, got 9 losses"):
         jumper.jump(20, lambda: [1.0] * 9)
 
 
 def test_averages_are_not_taken_for_weights():
     run = prepared("fp32", ema_decay=0.9)
     jumper = jumper_of(train(run, 2))
-    with run.averaged(), pytest.raises(RecipeError, match="a jump was called inside"):
+    with run.use_ema(), pytest.raises(ConfigError, match="a jump was called inside"):
         jumper.observe(1)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import narrowcast as nc
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
 
 DIGITS = load_digits()
 X = torch.tensor(DIGITS.data, dtype=torch.float32) / 16
@@ -43,7 +43,7 @@ def begin(**settings):
 def train(run, first, last):
     for step in range(first, last):
         x, y = batch(step)
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(run.model(x), y)
         run.step(loss)
 
@@ -51,17 +51,17 @@ def train(run, first, last):
 def test_the_answer_is_what_was_measured_and_loads_into_the_plain_model():
     run = begin(scheduler=CosineAnnealingLR, policy="fp32")
     train(run, 0, STEPS)
-    choice = run.read_out(lambda: held_out(run.model))
+    choice = run.select_weights(lambda: held_out(run.model))
     assert choice.scores[choice.name] == min(choice.scores.values()) < 1.0
     plain = network()
-    plain.load_state_dict(run.answer_weights())
+    plain.load_state_dict(run.eval_state_dict())
     assert held_out(plain) == pytest.approx(choice.scores[choice.name], rel=1e-6)
-    with run.answering():
+    with run.use_eval_weights():
         assert held_out(run.model) == pytest.approx(choice.scores[choice.name], rel=1e-6)
 
 
 def test_the_schedule_is_planned_beyond_the_run():
-    run = begin(scheduler=CosineAnnealingLR, stretch=1.5)
+    run = begin(scheduler=CosineAnnealingLR, lr_horizon=1.5)
     (schedule,) = run.prepared.schedulers
     assert schedule.T_max == 180
 
@@ -87,7 +87,7 @@ def test_a_state_is_taken_up_bit_for_bit():
     train(first, 0, 45)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     train(second, 45, 60)
-    a, b = straight.answer_weights(), second.answer_weights()
+    a, b = straight.eval_state_dict(), second.eval_state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
     a, b = (run.readouts.weights("average 0.05") for run in (straight, second))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -98,12 +98,12 @@ def test_a_jump_is_kept_or_leaves_every_bit():
     train(run, 0, 40)
 
     def losses():
-        with run.compute():
+        with run.autocast():
             return [F.cross_entropy(run.model(x), y).item() for x, y in map(batch, range(40, 48))]
 
-    before = {name: w.clone() for name, w in run.prepared.full_weights().items()}
+    before = {name: w.clone() for name, w in run.prepared.fp32_state_dict().items()}
     verdict = run.jump(10, losses)
-    after = run.prepared.full_weights()
+    after = run.prepared.fp32_state_dict()
     assert verdict.accepted or all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -113,7 +113,7 @@ def test_a_jump_is_kept_or_leaves_every_bit():
         ({"steps": 0}, "1 or more"),
         ({"ema_decay": 0.99}, "half_lives"),
         ({"preset": "bold"}, "no such preset; write one of conservative, balanced"),
-        ({"stretch": 0.5}, "stretch=0.5: write a number from 1 up"),
+        ({"lr_horizon": 0.5}, "lr_horizon=0.5: write a number from 1 up"),
         ({"half_lives": (-1, 0.05)}, "write shares of the run, above 0 and up to 1"),
         ({"half_lives": 0.05}, "write shares of the run"),
         ({"steps": "80"}, "write how many steps"),
@@ -122,13 +122,13 @@ def test_a_jump_is_kept_or_leaves_every_bit():
 def test_what_makes_no_sense_is_refused(settings, answer):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(RecipeError, match=answer):
+    with pytest.raises(ConfigError, match=answer):
         nc.hybrid(model, optimizer, **{"steps": 10, **settings})
 
 
 def test_jumps_need_past_weights():
     run = begin()
-    with pytest.raises(RecipeError, match="aggressive"):
+    with pytest.raises(ConfigError, match="aggressive"):
         run.jump(10, list)
 
 
@@ -151,7 +151,7 @@ def test_on_a_gpu_steps_with_a_point_ahead_and_averages_wait_for_nothing(
     assert run.readouts.bank.every == 1
     x, y = X[:64].to(cuda), Y[:64].to(cuda)
     for step in range(12):
-        with run.compute():
+        with run.autocast():
             loss = F.cross_entropy(model(x).float(), y)
         run.prepared.sync()
         with host_never_waits() if step > 4 else contextlib.nullcontext():
@@ -175,7 +175,7 @@ def test_read_outs_are_chosen_on_as_many_batches_as_the_budget_pays_for():
         seen.append(batch)
         return F.cross_entropy(run.model(batch[0]), batch[1])
 
-    choice = run.read_out(loss, batches=batches(32))
+    choice = run.select_weights(loss, batches=batches(32))
     assert run.model.training
     # A twentieth of 120 steps of three passes, among three.
     assert set(choice.batches.values()) == {6}
@@ -187,7 +187,7 @@ def test_read_outs_are_chosen_on_as_many_batches_as_the_budget_pays_for():
     assert choice.scores == pytest.approx(exact, rel=1e-5)
     assert choice.name == min(exact, key=exact.get)
     # What is spent is spent: the next choice has a look with each, and no more.
-    assert set(run.read_out(loss, batches=batches(32)).batches.values()) == {1}
+    assert set(run.select_weights(loss, batches=batches(32)).batches.values()) == {1}
 
 
 def _loaded(run, name):
@@ -200,7 +200,8 @@ def test_choosing_by_batches_leaves_the_run_bit_for_bit():
     straight, looked = (begin(policy="fp32", preset="conservative") for _ in range(2))
     train(straight, 0, 40)
     train(looked, 0, 20)
-    looked.read_out(lambda b: F.cross_entropy(looked.model(b[0]), b[1]) + 0 * torch.rand(()).item(),
+    looked.select_weights(
+        lambda b: F.cross_entropy(looked.model(b[0]), b[1]) + 0 * torch.rand(()).item(),
                     batches=batches(64))  # fmt: skip
     train(looked, 20, 40)
     assert all(map(torch.equal, straight.model.parameters(), looked.model.parameters()))
@@ -211,7 +212,9 @@ def test_what_was_spent_on_choosing_is_part_of_a_state():
     train(first, 0, 60)
 
     def chosen(run):
-        return run.read_out(lambda b: F.cross_entropy(run.model(b[0]), b[1]), batches=batches(64))
+        return run.select_weights(
+            lambda b: F.cross_entropy(run.model(b[0]), b[1]), batches=batches(64)
+        )
 
     assert set(chosen(first).batches.values()) == {3}
     second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -220,7 +223,7 @@ def test_what_was_spent_on_choosing_is_part_of_a_state():
 
 
 def test_a_budget_that_is_no_share_is_refused():
-    with pytest.raises(RecipeError, match=r"readout_budget must be a share .* got 0"):
+    with pytest.raises(ConfigError, match=r"readout_budget must be a share .* got 0"):
         begin(readout_budget=0)
 
 
@@ -228,7 +231,7 @@ def test_a_schedule_that_is_made_already_is_refused_with_what_to_give():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     made = CosineAnnealingLR(optimizer, STEPS)
-    with pytest.raises(RecipeError, match=r"made already.*scheduler=CosineAnnealingLR, or lambda"):
+    with pytest.raises(ConfigError, match=r"made already.*scheduler=CosineAnnealingLR, or lambda"):
         nc.hybrid(model, optimizer, steps=STEPS, scheduler=made)
 
 
@@ -242,13 +245,13 @@ def test_a_state_of_other_averages_is_refused():
 def test_a_state_in_memory_goes_back_to_where_it_was_taken(preset):
     run = begin(preset=preset, policy="bf16, params=bf16, master=split")
     train(run, 0, 30)
-    state, answer = run.state_dict(), run.answer_weights()
+    state, answer = run.state_dict(), run.eval_state_dict()
     train(run, 30, 60)
-    straight = run.answer_weights()
+    straight = run.eval_state_dict()
     run.load_state_dict(state)
-    assert all(torch.equal(run.answer_weights()[name], answer[name]) for name in answer)
+    assert all(torch.equal(run.eval_state_dict()[name], answer[name]) for name in answer)
     train(run, 30, 60)
-    assert all(torch.equal(run.answer_weights()[name], straight[name]) for name in straight)
+    assert all(torch.equal(run.eval_state_dict()[name], straight[name]) for name in straight)
 
 
 @pytest.mark.parametrize(
@@ -256,10 +259,10 @@ def test_a_state_in_memory_goes_back_to_where_it_was_taken(preset):
     [
         ({"clip_nrom": 1.0}, "'clip_nrom'; did you mean clip_norm"),
         ({"half_life": [0.1]}, "did you mean half_lives"),
-        ({"stretch": 2.0}, "stretch needs a scheduler"),
+        ({"lr_horizon": 2.0}, "lr_horizon needs a scheduler"),
         ({"predictor": "line"}, "takes its own arguments and those of prepare.*got 'predictor'"),
     ],
 )
 def test_arguments_that_nothing_would_use_are_named(settings, answer):
-    with pytest.raises(RecipeError, match=answer):
+    with pytest.raises(ConfigError, match=answer):
         begin(**settings)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.runs import (
     CheckpointRecord,
     EvalRecord,
@@ -31,7 +31,7 @@ WAYS = {
     "balanced": ["strategy=hybrid", "strategy.phases.warmup_steps=6"],
     "bf16 leads": ["strategy=hybrid", "strategy.lookahead.storage=bf16"],
     "jumps": ["strategy=hybrid", *JUMPS],
-    "jumps between accumulated steps": ["strategy=hybrid", *JUMPS, "accumulate=2"],
+    "jumps between accumulated steps": ["strategy=hybrid", *JUMPS, "gradient_accumulation_steps=2"],
     "jumps that are corrected": ["strategy=hybrid", *JUMPS, "optimizer.lr=0.3"],
     "phases in other formats": ["strategy=hybrid", *JUMPS, "strategy.precision=aggressive"],
     "predictions in bf16": ["strategy=hybrid", *JUMPS, "strategy.precision=recommended"],
@@ -43,7 +43,7 @@ def events(records, event):
 
 
 def weights(run):
-    return {name: w.clone() for name, w in run.prepared.full_weights().items()}
+    return {name: w.clone() for name, w in run.prepared.fp32_state_dict().items()}
 
 
 def equal(a, b):
@@ -116,7 +116,7 @@ def test_what_is_returned_is_the_read_out_that_was_measured_best():
     assert set(choice.values) == {"trained", "average 0.1", "average 0.5"}
     assert choice.values[choice.what] == min(choice.values.values()) == judged.metrics["loss"]
     # The model has these weights in the end, and so the same loss.
-    with torch.no_grad(), run.prepared.compute():
+    with torch.no_grad(), run.prepared.autocast():
         again = run.task.evaluate(run.model.eval())
     assert again["loss"] == pytest.approx(judged.metrics["loss"], rel=1e-6)
 
@@ -240,7 +240,7 @@ def test_the_report_tells_of_phases_read_outs_and_the_plain_run(tmp_path):
         (["strategy=hybrid", "strategy.jumps.micro_batches=9"], "strategy.preset=aggressive too"),
         (["strategy=hybrid", "strategy.jumps.predictor=line"], "predictor=line: no such setting"),
         (["strategy=hybrid", "strategy.jumps.history_on=cpu"], "history_on=cpu: no such setting"),
-        (["strategy=hybrid", "strategy.preset=conservative", "strategy.lookahead.share=0.1"],
+        (["strategy=hybrid", "strategy.preset=conservative", "strategy.lookahead.rate=0.1"],
          "strategy.lookahead.enabled=true too"),
         (["strategy=hybrid", "strategy.precision=recommended",
           "precision.schedule=[{policy: fp32, until: 50%}, {policy: bf16}]"],
@@ -255,15 +255,15 @@ def test_the_report_tells_of_phases_read_outs_and_the_plain_run(tmp_path):
         (["strategy=hybrid", "strategy.readout.half_lives=[]", "strategy.readout.every=9"],
          "there are no averages"),
         (["strategy=hybrid", "strategy.readout.every=201"], "never be updated in 200 steps"),
-        (["strategy=hybrid", "lr_schedule.name=constant", "strategy.stretch=2"],
-         "nothing to stretch"),
+        (["strategy=hybrid", "lr_schedule.name=constant", "strategy.lr_horizon=2"],
+         "no decay to lengthen"),
         (["precision.adapt.cooldown=9"], "adapt.enabled=true too"),
         (["profile.first=9"], "profile.steps=5 too"),
         (["profile.first=201", "profile.steps=2"], "step 201 is after the last"),
     ],
 )  # fmt: skip
 def test_settings_that_nothing_would_heed_are_refused(words, answer):
-    with pytest.raises(RecipeError, match=answer):
+    with pytest.raises(ConfigError, match=answer):
         nc.load_recipe("tutorial", words)
 
 
@@ -279,8 +279,8 @@ AGGRESSIVE = ["strategy=hybrid", "strategy.preset=aggressive", "precision.policy
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_aggressive_run_whose_budget_allows_no_jump_names_one_that_does(accumulate):
-    words = [*AGGRESSIVE, "steps=120", "batch_size=8", f"accumulate={accumulate}"]
-    with pytest.raises(RecipeError, match="cannot try a jump") as raised:
+    words = [*AGGRESSIVE, "steps=120", "batch_size=8", f"gradient_accumulation_steps={accumulate}"]
+    with pytest.raises(ConfigError, match="cannot try a jump") as raised:
         nc.train("tutorial", words)
     (enough,) = re.findall(r"strategy\.jumps\.budget=[\d.]+ or more", str(raised.value))
     records = list(nc.train("tutorial", [*words, enough.removesuffix(" or more")]))
@@ -288,5 +288,5 @@ def test_an_aggressive_run_whose_budget_allows_no_jump_names_one_that_does(accum
 
 
 def test_an_aggressive_run_that_ends_before_the_first_jump_raises():
-    with pytest.raises(RecipeError, match="cannot try a jump before step 21, got steps=20"):
+    with pytest.raises(ConfigError, match="cannot try a jump before step 21, got steps=20"):
         nc.train("tutorial", [*AGGRESSIVE, "steps=20", "strategy.jumps.budget=1"])

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from narrowcast.errors import CheckpointError
 from narrowcast.training.checkpoints.checkpoint import (
+    checkpoint_step,
     checkpoints,
     latest,
     load_checkpoint,
     save_checkpoint,
-    step_of,
 )
 
 
@@ -74,7 +74,7 @@ def test_latest_is_by_number_not_by_spelling(tmp_path):
         save_checkpoint(tmp_path, step, state=state())
     newest = latest(tmp_path)
     assert newest is not None
-    assert step_of(newest) == 1_000_000
+    assert checkpoint_step(newest) == 1_000_000
 
 
 def test_a_folder_without_checkpoints_has_no_latest(tmp_path):
@@ -124,7 +124,7 @@ def test_a_save_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path, del
     found = checkpoints(tmp_path)
     assert len(found) >= 2
     for path in found:
-        assert (load_checkpoint(path)["x"] == step_of(path)).all()
+        assert (load_checkpoint(path)["x"] == checkpoint_step(path)).all()
 
 
 def test_a_full_disk_is_said_and_costs_no_older_checkpoint(tmp_path):

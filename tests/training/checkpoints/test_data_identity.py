@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.training.checkpoints import data_identity
-from narrowcast.training.checkpoints.data_identity import digest_of, identity_of
+from narrowcast.training.checkpoints.data_identity import fingerprint, identify_data
 
 
 @dataclass
@@ -29,22 +29,22 @@ class Samples:
 
 
 def looked_at(made, data, **parts):
-    return identity_of(made.but(train_data=data, **parts).task)
+    return identify_data(made.but(train_data=data, **parts).task)
 
 
 def test_the_digest_of_an_array_is_that_of_its_bytes():
     array = np.arange(12, dtype=np.int16).reshape(3, 4)
     chunk = hashlib.sha256(array.tobytes()).digest()
     expected = hashlib.sha256(b"int16 (3, 4) " + chunk).hexdigest()
-    assert digest_of(array) == expected
+    assert fingerprint(array) == expected
 
 
 def test_dtype_shape_order_and_place_count():
     array = np.arange(12, dtype=np.int16)
     others = [array.astype(np.int32), array.reshape(3, 4), array[::-1], array + 1]
-    assert len({digest_of(each) for each in (array, *others)}) == 5
-    assert digest_of(array, array) != digest_of(np.concatenate([array, array]))
-    assert digest_of(array.reshape(3, 4).T) == digest_of(array.reshape(3, 4).T.copy())
+    assert len({fingerprint(each) for each in (array, *others)}) == 5
+    assert fingerprint(array, array) != fingerprint(np.concatenate([array, array]))
+    assert fingerprint(array.reshape(3, 4).T) == fingerprint(array.reshape(3, 4).T.copy())
 
 
 @given(st.integers(1, 4), st.integers(0, 40), st.integers(0, 39), st.integers(1, 255))
@@ -56,14 +56,14 @@ def test_any_changed_byte_changes_it_whatever_the_chunks(chunk, size, place, cha
         changed = array.copy()
         if size:
             changed[place % size] ^= change
-        assert (digest_of(array) == digest_of(changed)) is (size == 0)
+        assert (fingerprint(array) == fingerprint(changed)) is (size == 0)
     finally:
         data_identity.CHUNK = before
 
 
 def test_tensors_of_16_bits_have_one():
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool):
-        assert digest_of(torch.zeros(3).to(dtype)) != digest_of(torch.ones(3).to(dtype))
+        assert fingerprint(torch.zeros(3).to(dtype)) != fingerprint(torch.ones(3).to(dtype))
 
 
 def test_data_in_memory_is_looked_at_as_a_whole(ready):
@@ -146,7 +146,7 @@ def test_a_look_by_a_worker_is_the_same_look(ready, kind):
     values = torch.randn(90, 3)
     data = Samples(list(values)) if kind is Samples else TensorDataset(values)
     task = ready().but(train_data=data).task
-    assert identity_of(task) == identity_of(task, workers=2)
+    assert identify_data(task) == identify_data(task, workers=2)
 
 
 def test_files_that_samples_open_are_not_opened_for_the_workers(ready, tmp_path):
@@ -166,10 +166,10 @@ def test_files_that_samples_open_are_not_opened_for_the_workers(ready, tmp_path)
             return np.frombuffer(self.file.read(4), dtype=np.float32).copy()
 
     data = Lazy()
-    assert identity_of(ready().but(train_data=data).task, workers=2).digest
+    assert identify_data(ready().but(train_data=data).task, workers=2).digest
     assert data.file is None
 
 
 def test_a_task_that_says_nothing_of_its_data_is_told(ready):
-    with pytest.raises(RecipeError, match="data_digest of the task returned ''"):
+    with pytest.raises(ConfigError, match="data_digest of the task returned ''"):
         looked_at(ready(), Samples([1] * 9), data_digest=lambda: "")

@@ -20,7 +20,7 @@ def test_a_plain_model_loads_every_weight_with_all_its_digits(ready, tmp_path, p
     missing, unexpected = load_model(plain, tmp_path / "model.safetensors")
     assert not missing
     assert not unexpected
-    for name, full in made.prepared.full_weights().items():
+    for name, full in made.prepared.fp32_state_dict().items():
         assert torch.equal(plain.state_dict()[name], full.to(plain.state_dict()[name].dtype))
 
 

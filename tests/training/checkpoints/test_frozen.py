@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.runs import StepRecord
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, save_checkpoint
 from narrowcast.training.checkpoints.export import results_are_whole
@@ -173,7 +173,7 @@ def test_a_task_may_write_its_weights_itself(ready, tmp_path):
         (folder / "adapter").mkdir(exist_ok=True)
         (folder / "adapter/weights.txt").write_text("small")
 
-    made = adapted(ready).but(write_results=write, weights_in="adapter")
+    made = adapted(ready).but(write_results=write, weights_path="adapter")
     course(made, folder=tmp_path)
     assert not (tmp_path / "model.safetensors").exists()
     assert results_are_whole(tmp_path, step=8)
@@ -182,12 +182,12 @@ def test_a_task_may_write_its_weights_itself(ready, tmp_path):
 
 
 def test_a_task_that_does_not_write_its_weights_after_all_is_told(ready, tmp_path):
-    made = adapted(ready).but(write_results=lambda folder, prepared: None, weights_in="adapter")
-    with pytest.raises(RecipeError, match="write_results has written nothing to"):
+    made = adapted(ready).but(write_results=lambda folder, prepared: None, weights_path="adapter")
+    with pytest.raises(ConfigError, match="write_results has written nothing to"):
         course(made, folder=tmp_path)
     assert not results_are_whole(tmp_path, step=8)
 
 
 def test_weights_that_nobody_would_write_are_refused(ready):
-    with pytest.raises(RecipeError, match="weights_in='adapter', and there is no write_results"):
-        adapted(ready).but(weights_in="adapter")
+    with pytest.raises(ConfigError, match="weights_path='adapter', and there is no write_results"):
+        adapted(ready).but(weights_path="adapter")

@@ -6,7 +6,7 @@ import torch
 
 from narrowcast.config.sections import CheckpointSection
 from narrowcast.errors import CheckpointError
-from narrowcast.hardware import probe
+from narrowcast.hardware import detect_hardware
 from narrowcast.hardware.randomness import capture_randomness
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.runs import CheckpointRecord, RunFolder, StepRecord, same_trajectory
@@ -27,7 +27,7 @@ N, K = 9, 4
 POLICIES = ["fp32", "bf16", "fp16", "bf16-pure", "fp8-delayed", "aggressive"]
 SETTINGS = {
     "plain": {},
-    "accumulated": {"accumulate": 3},
+    "accumulated": {"gradient_accumulation_steps": 3},
     "averaged": {"ema": {"decay": 0.9}},
     "unclipped": {"clip_norm": None},
     "evaluated": {"eval": {"every": 2}},
@@ -46,7 +46,7 @@ def everything(made, device="cpu"):
     """All that could differ after a run: precision state, weights in full, random generators."""
     return {
         "prepared": made.prepared.state_dict(),
-        "weights": made.prepared.full_weights(),
+        "weights": made.prepared.fp32_state_dict(),
         "random": capture_randomness(torch.device(device)),
     }
 
@@ -71,7 +71,7 @@ def difference_after_resume(ready, folder, policy, settings, device="cpu"):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_resumed_run_is_the_uninterrupted_one_in_every_policy(ready, tmp_path, policy):
-    settings = {"accumulate": 2, "ema": {"decay": 0.9}, "clip_norm": 0.5}
+    settings = {"gradient_accumulation_steps": 2, "ema": {"decay": 0.9}, "clip_norm": 0.5}
     assert difference_after_resume(ready, tmp_path, policy, settings) is None
 
 
@@ -105,7 +105,7 @@ def language_model(policy="bf16", *, device="cpu", **settings):
     recipe = load_recipe("quickstart", [*words, f"steps={settings['steps']}"]).recipe
     recipe = recipe.model_copy(update={"checkpoint": CheckpointSection(**settings["checkpoint"])})
     task = build_task(recipe, device=torch.device(device))
-    planned = make_plan(task.model, policy, hardware=probe(device))
+    planned = make_plan(task.model, policy, hardware=detect_hardware(device))
     return SimpleNamespace(
         task=task, recipe=recipe, prepared=prepare_recipe(recipe, task, plan=planned)
     )

@@ -47,8 +47,8 @@ def course(made, **settings):
 
 
 def full(made):
-    average = made.prepared.averaged_weights() if made.prepared.has_average else {}
-    weights = made.prepared.full_weights()
+    average = made.prepared.ema_state_dict() if made.prepared.has_ema else {}
+    weights = made.prepared.fp32_state_dict()
     return {"average": average, "weights": {name: w.clone() for name, w in weights.items()}}
 
 

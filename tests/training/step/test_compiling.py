@@ -165,8 +165,8 @@ def test_blocks_are_compiled_for_every_policy_and_not_again_when_it_returns(grap
     counts = []
     for policy in policies * 2:
         scale = nc.LossScale(init_scale=256.0)
-        run.change(make_plan(model, policy, hardware=hardware), loss_scale=scale)
-        with run.compute():
+        run.set_policy(make_plan(model, policy, hardware=hardware), loss_scale=scale)
+        with run.autocast():
             loss = model(torch.ones(2, 16)).sum()
         assert run.step(loss).applied
         with torch.no_grad():

@@ -4,7 +4,7 @@ import weakref
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.runs import Metric, StepRecord, TaskInfo
 from narrowcast.training.checkpoints.identity import first_difference
 from narrowcast.training.task import LossParts
@@ -26,8 +26,8 @@ def steps(made):
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
 def test_a_loss_in_parts_trains_as_the_same_loss_in_one(ready, policy):
-    whole = ready(policy, steps=6, accumulate=2)
-    parted = ready(policy, steps=6, accumulate=2).but(loss=in_parts, info=PARTS)
+    whole = ready(policy, steps=6, gradient_accumulation_steps=2)
+    parted = ready(policy, steps=6, gradient_accumulation_steps=2).but(loss=in_parts, info=PARTS)
     assert [r.loss for r in steps(whole)] == [r.loss for r in steps(parted)]
     assert first_difference(whole.prepared.state_dict(), parted.prepared.state_dict()) is None
 
@@ -40,24 +40,24 @@ def test_parts_are_averaged_over_the_micro_batches(ready):
         seen.append({name: value.item() for name, value in found.parts.items()})
         return found
 
-    records = steps(ready(steps=4, accumulate=3).but(loss=loss, info=PARTS))
+    records = steps(ready(steps=4, gradient_accumulation_steps=3).but(loss=loss, info=PARTS))
     for number, record in enumerate(records):
         mine = seen[3 * number : 3 * number + 3]
         for name in ("near", "far"):
             exact = math.fsum(each[name] for each in mine) / 3
             # Two additions and a division in fp32.
-            assert record.parts[name] == pytest.approx(exact, rel=3 * 2.0**-24)
+            assert record.loss_parts[name] == pytest.approx(exact, rel=3 * 2.0**-24)
 
 
 def test_a_step_of_one_piece_has_no_parts(ready):
-    assert all(record.parts == {} for record in steps(ready(steps=2)))
+    assert all(record.loss_parts == {} for record in steps(ready(steps=2)))
 
 
 @pytest.mark.parametrize("names", [(), ("near",), ("near", "far", "other")])
 def test_parts_that_were_not_declared_are_refused_with_the_names(ready, names):
     info = TaskInfo(metrics=(Metric(name="error"),), loss_parts=names)
     made = ready(steps=2).but(loss=in_parts, info=info)
-    with pytest.raises(RecipeError, match=r"has the parts near, far, and info"):
+    with pytest.raises(ConfigError, match=r"has the parts near, far, and info"):
         steps(made)
 
 
@@ -66,7 +66,9 @@ def test_losses_with_scales_of_their_own_have_the_gradient_of_their_sum(ready, p
     def first(scaled):
         parts = {"loss": in_parts, "info": PARTS, "scaled_losses": scaled}
         precision = {"policy": policy, "loss_scale": {"init_scale": 1024.0}}
-        (record,) = steps(ready(steps=1, accumulate=2, parts=parts, precision=precision))
+        (record,) = steps(
+            ready(steps=1, gradient_accumulation_steps=2, parts=parts, precision=precision)
+        )
         return record
 
     one, two = first(()), first(("near", "far"))
@@ -91,7 +93,7 @@ def test_a_scale_gives_way_where_its_own_loss_overflows(ready):
         "fp16",
         steps=3,
         parts={"loss": loss, "info": PARTS, "scaled_losses": ("near", "far")},
-        health={"verdicts": False},
+        health={"diagnose": False},
         precision={"policy": "fp16", "loss_scale": {"init_scale": 1024.0}},
     )
     assert [record.applied for record in steps(made)] == [True, False, True]
@@ -110,7 +112,7 @@ def test_a_bad_step_of_several_scaled_losses_is_looked_into(ready):
     parts = {"loss": loss, "info": PARTS, "scaled_losses": ("near", "far")}
     made = ready("fp16", steps=1, parts=parts)
     record = next(train(made.prepared, made.task, made.recipe))
-    assert record.why.startswith("not finite: ")
+    assert record.skip_reason.startswith("not finite: ")
 
 
 def test_scaled_losses_that_are_not_the_total_are_refused(ready):
@@ -119,7 +121,7 @@ def test_scaled_losses_that_are_not_the_total_are_refused(ready):
         return LossParts(total=2 * found.total, parts=found.parts)
 
     made = ready("fp32", steps=2).but(loss=loss, info=PARTS, scaled_losses=("near", "far"))
-    with pytest.raises(RecipeError, match=r"add up to .*, and the total is"):
+    with pytest.raises(ConfigError, match=r"add up to .*, and the total is"):
         steps(made)
 
 
@@ -142,7 +144,15 @@ def test_what_a_loss_was_computed_from_does_not_outlive_its_micro_batch(ready):
 
     parts = {"loss": loss, "info": PARTS, "scaled_losses": ("near", "far")}
     scale = {"policy": "fp16", "loss_scale": {"init_scale": 1024.0}}
-    steps(ready(steps=2, accumulate=3, parts=parts, health={"verdicts": False}, precision=scale))
+    steps(
+        ready(
+            steps=2,
+            gradient_accumulation_steps=3,
+            parts=parts,
+            health={"diagnose": False},
+            precision=scale,
+        )
+    )
     assert len(alive) == 6
 
 
@@ -155,7 +165,7 @@ def test_what_a_loss_was_computed_from_does_not_outlive_its_micro_batch(ready):
     ],
 )
 def test_a_loss_that_is_no_number_on_the_device_is_refused(ready, loss, why):
-    with pytest.raises(RecipeError, match=why):
+    with pytest.raises(ConfigError, match=why):
         steps(ready(steps=1).but(loss=loss))
 
 

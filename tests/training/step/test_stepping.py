@@ -9,7 +9,7 @@ from torch import nn
 
 from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.errors import UnsupportedError
-from narrowcast.hardware import Hardware, probe
+from narrowcast.hardware import Hardware, detect_hardware
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.step.cuda_graph import WARM_UP
 from narrowcast.training.schedules import lr_factor
@@ -53,8 +53,8 @@ def made(policy="fp32", *, device="cpu", hooks=(), **settings):
     layers = nn.Linear(WIDTH, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, WIDTH)
     model = nn.Sequential(*layers).to(device)
     asked = recipe(policy, **settings)
-    hardware = EMULATING if device == "cpu" else probe(device)
-    plan = make_plan(model, policy, hardware=hardware, only_faster=False)
+    hardware = EMULATING if device == "cpu" else detect_hardware(device)
+    plan = make_plan(model, policy, hardware=hardware, skip_slow_fp8=False)
     task = task_of(model, hooks)
     prepared = prepare_recipe(asked, task, plan=plan)
     return Stepper(prepared, task, asked), prepared
@@ -67,7 +67,7 @@ def batches(step, *, count=1, size=16, device="cpu"):
 
 
 def weights(prepared):
-    return {name: value.clone() for name, value in prepared.full_weights().items()}
+    return {name: value.clone() for name, value in prepared.fp32_state_dict().items()}
 
 
 def equal(a, b):
@@ -100,7 +100,7 @@ def test_steps_are_those_taken_by_hand_bit_for_bit(accumulate, policy):
         outcome, mean = stepper(given)
         losses = []
         for batch in given:
-            with theirs.compute():
+            with theirs.autocast():
                 loss = F.mse_loss(theirs.model(batch[0]).float(), batch[1])
             theirs.backward(loss / accumulate)
             losses.append(loss.item())
@@ -234,7 +234,9 @@ def test_another_policy_is_captured_anew_and_steps_as_the_launched_one(compiled)
     for policy in ("bf16", "fp8-delayed", "aggressive", "bf16"):
         for stepper, prepared in ((replayed, mine), (launched, theirs)):
             hardware = prepared.plan.hardware
-            prepared.change(make_plan(prepared.model, policy, hardware=hardware, only_faster=False))
+            prepared.set_policy(
+                make_plan(prepared.model, policy, hardware=hardware, skip_slow_fp8=False)
+            )
             stepper.drop_graphs()
         for taken in range(WARM_UP + 3):
             given = batches(step, device="cuda")
@@ -311,7 +313,7 @@ def test_an_evaluation_at_any_time_sees_the_weights_of_now_and_changes_no_step(p
         launched(given)
         outputs = []
         for prepared in (mine, theirs):
-            with torch.no_grad(), prepared.compute():
+            with torch.no_grad(), prepared.autocast():
                 outputs.append(prepared.model(given[0][0]).float())
         assert (outputs[0] - outputs[1]).norm() <= ROUNDING * outputs[1].norm()
     assert replayed.captured
@@ -350,7 +352,7 @@ def test_a_hook_clips_true_gradients_as_torch_does_before_its_step(policy, count
     for step in range(3):
         given = batches(step, count=count)
         for x, y in given:
-            with plain.compute():
+            with plain.autocast():
                 loss = F.mse_loss(plain.model(x).float(), y)
             plain.backward(loss / count)
         plain.unscale()

@@ -15,7 +15,7 @@ from narrowcast.workloads.decompose.settings import (
     ImportanceSection,
     SitesSection,
 )
-from narrowcast.workloads.decompose.targets.toys import plan_of
+from narrowcast.workloads.decompose.targets.toys import toy_plan
 from narrowcast.workloads.decompose.terms import LossesSection
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -64,7 +64,7 @@ def test_a_toy_is_decomposed_alike(cases, kind):
         same(case, recipe)
         batch = next(case.batches(torch.device("cpu")))
         assert len(batch) == recipe.batch_size
-        plan = plan_of(recipe.model.toy)
+        plan = toy_plan(recipe.model.toy)
         assert batch.shape[1] == plan.probe.shape[1]
         # Sites have other paths there; the last part of each name is the same.
         found = {
@@ -137,7 +137,7 @@ def test_evaluations_are_in_the_file_until_their_section_ends(kept, tmp_path):
 
 
 def test_a_run_that_was_left_goes_on_and_one_of_other_settings_is_refused(kept, tmp_path):
-    words = ["device=cpu", "steps=4", "eval.every=2", "batch_size=16", "judge.pgd_steps=0"]
+    words = ["device=cpu", "steps=4", "eval.every=2", "batch_size=16", "eval_tasks.pgd_steps=0"]
     words += ["model.pretrain_steps=300", "checkpoint.every=2"]
 
     def steps(words):

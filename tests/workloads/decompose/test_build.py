@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads import load_recipe
 from narrowcast.workloads.decompose.build import build_parts
 from narrowcast.workloads.decompose.components.weights import TiedComponents
@@ -45,11 +45,11 @@ def test_a_head_shares_the_components_of_its_embedding_where_that_is_asked(gpt2)
 
 
 def test_to_tie_what_is_no_pair_is_refused(gpt2):
-    with pytest.raises(RecipeError, match=r"name both, or leave sites\.tied out"):
+    with pytest.raises(ConfigError, match=r"name both, or leave sites\.tied out"):
         tied("sites.names=[linear1]", "sites.components=20", "sites.tied=true")
-    with pytest.raises(RecipeError, match=r"name both, or leave sites\.tied out"):
+    with pytest.raises(ConfigError, match=r"name both, or leave sites\.tied out"):
         of_gpt2(gpt2, "sites.names=[lm_head]", "sites.tied=true")
-    with pytest.raises(RecipeError, match=r"or write sites\.tied=false"):
+    with pytest.raises(ConfigError, match=r"or write sites\.tied=false"):
         tied("sites.names=[linear1, linear2]", "sites.components=[20, 10]")
 
 
@@ -68,5 +68,5 @@ def test_identities_are_sites_enough(gpt2):
 def test_a_term_is_refused_under_the_name_it_was_asked_for_by():
     term = "losses.persistent_pgd_subset"
     words = [f"{term}.coefficient=1", f"{term}.scope=repeat_across_batch", f"{term}.repeat=3"]
-    with pytest.raises(RecipeError, match=r"pgd_subset\.repeat must divide batch_size=1024"):
+    with pytest.raises(ConfigError, match=r"pgd_subset\.repeat must divide batch_size=1024"):
         tied(*words)

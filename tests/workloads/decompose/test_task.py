@@ -8,20 +8,20 @@ from safetensors.torch import load_file
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.workloads import build_task, load_recipe
+from narrowcast.workloads.decompose.component_files import COMPONENTS, read_components
 from narrowcast.workloads.decompose.components.sites import Site
 from narrowcast.workloads.decompose.evaluation.sparsity import FiringCounts
 from narrowcast.workloads.decompose.evaluation.toy_table import SiteTable
-from narrowcast.workloads.decompose.judging import Found, SiteFound
-from narrowcast.workloads.decompose.kept import COMPONENTS, read_components
+from narrowcast.workloads.decompose.judging import DecompositionResult, SiteResult
 from narrowcast.workloads.decompose.model import clip_each_seed
 from narrowcast.workloads.decompose.report import schema
 
 TMS = "decompose/tms_5-2"
-SMALL = ("batch_size=64", "eval.every=0", "model.pretrain_batch_size=256", "judge.batches=1",
-         "judge.pgd_steps=2", "decomposition.warmup_steps=5")  # fmt: skip
+SMALL = ("batch_size=64", "eval.every=0", "model.pretrain_batch_size=256", "eval_tasks.batches=1",
+         "eval_tasks.pgd_steps=2", "decomposition.warmup_steps=5")  # fmt: skip
 ADVERSARIES = (
     "losses.pgd_subset.coefficient=0.5", "losses.pgd_subset.steps=2",
     "losses.pgd_subset.early_steps=1", "losses.pgd_subset.early_until=0.5",
@@ -56,8 +56,8 @@ def trained(folder, *words, recipe=TMS):
         (["sites.components=100000"], "write a number from 1"),
         (["losses.pgd.steps=3"], "no coefficient"),
         (["losses.minimality.coefficient=0"], "coefficient"),
-        (["judge.groups=[nothing*]"], "matches no site"),
-        (["memory.checkpoint=blocks"], r"losses\.stochastic\.recompute=true"),
+        (["eval_tasks.groups=[nothing*]"], "matches no site"),
+        (["memory.activation_checkpointing=blocks"], r"losses\.stochastic\.recompute=true"),
         (["importance.blocks=2"], "blocks is of kind=global_transformer"),
         (["data.text=[some.txt]"], "tms_5-2 draws samples of its own"),
         (["data.length=64"], "leave data.length out"),
@@ -67,23 +67,23 @@ def trained(folder, *words, recipe=TMS):
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_words(words, said):
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         build_task(load_recipe(TMS, [*SMALL, *words]).recipe, device=torch.device("cpu"))
 
 
 def test_a_loss_without_terms_is_refused():
     names = ("minimality", "stochastic", "stochastic_layerwise")
     words = [f"losses.{name}.coefficient=null" for name in names]
-    with pytest.raises(RecipeError, match="no loss has a coefficient"):
+    with pytest.raises(ConfigError, match="no loss has a coefficient"):
         load_recipe(TMS, words)
 
 
 def test_a_term_that_a_recipe_sets_is_left_out_by_a_coefficient_of_null(tmp_path):
     words = ["losses.stochastic_layerwise.coefficient=null", "steps=1", "checkpoint.every=1"]
     (told,) = (r for r in trained(tmp_path / "run", *words) if isinstance(r, StepRecord))
-    assert told.parts.keys() == {"minimality", "stochastic"}
+    assert told.loss_parts.keys() == {"minimality", "stochastic"}
     again = [r for r in nc.resume(tmp_path / "run", ["steps=2"]) if isinstance(r, StepRecord)]
-    assert again[-1].parts.keys() == told.parts.keys()
+    assert again[-1].loss_parts.keys() == told.loss_parts.keys()
 
 
 @pytest.mark.parametrize("words", [(), ADVERSARIES], ids=["plain", "adversaries"])
@@ -208,7 +208,7 @@ def test_runs_are_compared_component_by_component(tmp_path):
     longer = CliRunner().invoke(decompose, ["compare", folder, str(tmp_path / "longer")])
     assert "linear1" in longer.output
     missing = CliRunner().invoke(decompose, ["compare", folder, folder, "--seed", "7"])
-    assert isinstance(missing.exception, RecipeError)
+    assert isinstance(missing.exception, ConfigError)
 
 
 def test_decompositions_of_different_targets_are_not_compared(tmp_path):
@@ -222,7 +222,7 @@ def test_decompositions_of_different_targets_are_not_compared(tmp_path):
     )
     assert likeness(first, first)[0]["mmcs"] == pytest.approx([1.0, 1.0])
     for other in others:
-        with pytest.raises(RecipeError, match="linear1 has different weights in the two targets"):
+        with pytest.raises(ConfigError, match="linear1 has different weights in the two targets"):
             likeness(first, other)
 
 
@@ -237,7 +237,7 @@ def test_decompositions_of_different_targets_are_not_compared(tmp_path):
     ],
 )
 def test_refusal_of_an_untrained_toy_names_its_steps_and_batch_size(words, message, tmp_path):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         trained(tmp_path / "run", *words)
 
 
@@ -258,9 +258,9 @@ def test_right_components_have_no_faults_and_wrong_ones_are_named():
     )
     site = Site("linear1", "linear", 5, 2, 20, bias=False)
     counts = FiringCounts(4, 20, threshold=0.1, device="cpu")
-    found = Found(
-        sites=(SiteFound(site=site, counts=counts, table=table),),
-        apart={},
+    found = DecompositionResult(
+        sites=(SiteResult(site=site, counts=counts, table=table),),
+        divergences={},
         faithfulness=torch.zeros(4),
         tolerance=0.2,
         language={},

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 import narrowcast as nc
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.workloads import load_recipe
 from narrowcast.workloads.genomics.build import build_parts
 
@@ -44,7 +44,7 @@ def test_a_base_that_wrote_genomes_gets_a_new_head(finished, table, tmp_path):
     assert all(torch.equal(now[key], before[key]) for key in now if key.startswith("backbone."))
     assert now["head.out.weight"].shape == (2, 16)
     assert f"the network goes on from {base}, in its shape, with a new head" in parts.notes
-    assert parts.kept.config.causal
+    assert parts.info.config.causal
     list(nc.train("genomics/variant_effect", words, out=tmp_path / "run"))
     after = load_file(tmp_path / "run" / "model.safetensors")
     assert any(not torch.equal(after[key], before[key]) for key in after if key in before)
@@ -83,12 +83,12 @@ def test_a_value_goes_on_with_its_head_whatever_its_mean(finished, tmp_path):
     ],
 )
 def test_a_base_of_other_tokens_is_refused(finished, table, words, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         parts_of("variant_effect", table(["a", "b"]), f"model.path={finished('base')}", *words)
 
 
 def test_a_network_that_sees_ahead_does_not_write(finished):
-    with pytest.raises(RecipeError, match="sees what comes after each letter"):
+    with pytest.raises(ConfigError, match="sees what comes after each letter"):
         parts_of("generation", f"model.path={finished('letters')}")
 
 
@@ -107,7 +107,7 @@ def test_a_base_of_a_plan_is_not_read(finished, table, tmp_path):
     words = (table(["a", "b"] * 20), f"model.path={tmp_path}")
     parts = parts_of("variant_effect", *words, device=torch.device("meta"))
     assert parts.network.head.out.weight.device.type == "meta"
-    with pytest.raises(RecipeError, match="the run has not ended"):
+    with pytest.raises(ConfigError, match="the run has not ended"):
         parts_of("variant_effect", *words)
 
 
@@ -144,7 +144,7 @@ def test_a_base_of_a_plan_is_not_read(finished, table, tmp_path):
     ],
 )
 def test_what_nothing_can_be_learnt_from_is_refused(table, labels, words, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         parts_of("variant_effect", table(labels), *words)
 
 
@@ -152,12 +152,12 @@ def test_a_genome_of_one_class_is_refused(tmp_path):
     (tmp_path / "g.fa").write_text(f">chr1\n{'ACGT' * 100}\n")
     (tmp_path / "g.gff").write_text("##gff-version 3\nchr1\tx\tregion\t1\t400\t.\t+\t.\tID=r\n")
     words = (f"data.path={tmp_path / 'g.fa'}", f"data.features={tmp_path / 'g.gff'}")
-    with pytest.raises(RecipeError, match="it has region: name some of them"):
+    with pytest.raises(ConfigError, match="it has region: name some of them"):
         parts_of("annotation", *words)
 
 
 def test_nothing_is_adapted_from_nowhere(table):
-    with pytest.raises(RecipeError, match="there is nothing to adapt"):
+    with pytest.raises(ConfigError, match="there is nothing to adapt"):
         parts_of("domain_adaptation", table(["a", "b"] * 20))
 
 
@@ -169,7 +169,7 @@ def test_both_strands_by_construction_need_tokens_of_a_letter(table):
     turned = torch.from_numpy(parts.tokenizer.complement)[batch["tokens"][:, :20].flip(1)]
     real = batch["mask"][:, :20]
     torch.testing.assert_close(network(turned, real), network(batch["tokens"][:, :20], real))
-    with pytest.raises(RecipeError, match="one letter a token"):
+    with pytest.raises(ConfigError, match="one letter a token"):
         parts_of("variant_effect", *words, "data.tokenizer=kmer")
 
 
@@ -197,7 +197,7 @@ def test_the_same_seed_gives_the_same_network_and_leaves_the_generator_alone(tab
 def test_a_preset_is_all_of_the_size_of_a_recipe(recipe):
     words = ["model.preset=base", "data.max_length=64"]
     asked = load_recipe(f"genomics/{recipe}", words).recipe
-    config = build_parts(asked, device=torch.device("meta")).kept.config
+    config = build_parts(asked, device=torch.device("meta")).info.config
     assert (config.width, config.layers) == (768, 12)
 
 
@@ -207,6 +207,6 @@ def test_strands_are_not_told_apart_by_a_network_that_knows_none(tmp_path):
     (tmp_path / "g.gff").write_text("\n".join([*gff, gff[1].replace("+", "-").replace("9", "3")]))
     words = [f"data.path={tmp_path / 'g.fa'}", f"data.features={tmp_path / 'g.gff'}"]
     words += ["objective.labels=[none, gene+, gene-]", "data.max_length=64"]
-    with pytest.raises(RecipeError, match=r"gene\+ and gene- are the same .*data.reverse_compl"):
+    with pytest.raises(ConfigError, match=r"gene\+ and gene- are the same .*data.reverse_compl"):
         parts_of("annotation", *words, "model.reverse_complement=true")
     parts_of("annotation", *words, "data.reverse_complement=true")

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 import narrowcast as nc
-from narrowcast.cli.entry import exit_code_of
-from narrowcast.workloads.genomics.asked import words_of
+from narrowcast.cli.entry import run_command
+from narrowcast.workloads.genomics.arguments import parse_overrides
 
 SMALL = (
     "epochs=null", "steps=2", "model.width=16", "model.layers=1", "data.max_length=32",
@@ -27,14 +27,14 @@ def genome(tmp_path):
 def test_a_base_is_what_another_run_goes_on_from(genome, capsys):
     out = genome / "base"
     files = [str(genome / "a.fa"), str(genome / "b.fa")]
-    assert exit_code_of(["genomics", "pretrain", *files, "-o", str(out), *SMALL, "-q"]) == 0
+    assert run_command(["genomics", "pretrain", *files, "-o", str(out), *SMALL, "-q"]) == 0
     kept = json.loads((out / "genomics.json").read_text())
     assert (kept["task"], kept["config"]["causal"]) == ("generation", True)
     words = [f"data.path={files[0]}", f"model.path={out}", *SMALL[1:2], "data.max_length=32"]
     with nc.train("genomics/generation", [*words, "epochs=null", "precision.task=null"]) as run:
         assert f"the network goes on from {out}" in run.task.info.notes[-1]
     # Both files were read: 320 letters each, a tenth of which is judged on.
-    with nc.train("genomics/pretrain", [*words_of(files), *SMALL]) as run:
+    with nc.train("genomics/pretrain", [*parse_overrides(files), *SMALL]) as run:
         letters = sum(len(run.task.train_data.tokens[n]) for n in range(len(run.task.train_data)))
     assert letters == 2 * 288
 
@@ -42,7 +42,7 @@ def test_a_base_is_what_another_run_goes_on_from(genome, capsys):
 def test_files_and_settings_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd=name.fa").write_text(">a\nACGT\n")
-    assert words_of(["odd=name.fa", "steps=3", 'a "b".fa']) == [
+    assert parse_overrides(["odd=name.fa", "steps=3", 'a "b".fa']) == [
         'data.path="odd=name.fa"', 'data.more=["a \\"b\\".fa"]', "steps=3",
     ]  # fmt: skip
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_is_refused_in_words(
     (genome / "bad.csv").write_text(TABLE)
     (genome / "v.csv").write_text("chrom,pos,ref,alt,kind\na,3,G,T,one\na,4,T,G,one\n")
     folder = str(finished(name))
-    assert exit_code_of(["genomics", *(folder if w == "RUN" else w for w in words)]) == code
+    assert run_command(["genomics", *(folder if w == "RUN" else w for w in words)]) == code
     told = capsys.readouterr().err
     assert said in told
     assert "Traceback" not in told
@@ -102,7 +102,7 @@ def test_a_file_is_whole_or_not_there(finished, genome):
     out = genome / "out.csv"
     out.write_text("as it was")
     words = ["genomics", "predict", str(finished("pairs")), str(genome / "bad.csv"), "-o", str(out)]
-    assert exit_code_of([*words, "--batch-size", "1"]) == 2
+    assert run_command([*words, "--batch-size", "1"]) == 2
     assert out.read_text() == "as it was"
     assert not list(genome.glob("out.csv?*"))
 
@@ -121,7 +121,7 @@ def test_a_damaged_run_is_said_to_be(finished, tmp_path, capsys, file, text, sai
     folder = tmp_path / "run"
     shutil.copytree(finished("base"), folder)
     (folder / file).unlink() if text is None else (folder / file).write_text(text)
-    assert exit_code_of(["genomics", "generate", str(folder)]) == 2
+    assert run_command(["genomics", "generate", str(folder)]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -138,7 +138,7 @@ def test_a_run_of_something_else_is_said_to_be_damaged(finished, tmp_path, capsy
     shutil.copytree(finished("base"), folder)
     kept = json.loads((folder / "genomics.json").read_text())
     (folder / "genomics.json").write_text(json.dumps({**kept, **change}))
-    assert exit_code_of(["genomics", "generate", str(folder)]) == 2
+    assert run_command(["genomics", "generate", str(folder)]) == 2
     said = capsys.readouterr().err
     assert "damaged" in said or "do not fit what genomics.json says" in said
 
@@ -151,7 +151,7 @@ def test_weights_that_are_no_numbers_are_no_letters(finished, tmp_path, capsys):
     weights = load_file(folder / "model.safetensors")
     weights["head.out.bias"] += float("nan")
     save_file(weights, folder / "model.safetensors")
-    assert exit_code_of(["genomics", "generate", str(folder)]) == 4
+    assert run_command(["genomics", "generate", str(folder)]) == 4
     assert "NaN" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from narrowcast.cli.entry import exit_code_of
+from narrowcast.cli.entry import run_command
 
 PAGE = Path(__file__).parents[3] / "docs/workloads/genomics-commands.md"
 SMALL = [
@@ -45,7 +45,7 @@ def test_commands_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
         training = words[0] == "train" or words[1] == "pretrain"
         new = [] if any(word.startswith("model.path") for word in words) else ["model.width=16"]
         small = [*SMALL, *new, "--quiet"] if training else []
-        assert exit_code_of([*words, *small]) == 0, words
+        assert run_command([*words, *small]) == 0, words
     assert len((tmp_path / "predicted.csv").read_text().splitlines()) == 6
     assert (tmp_path / "genes_found.gff").read_text().startswith("##gff-version 3\n")
     assert "AUROC" in capsys.readouterr().out

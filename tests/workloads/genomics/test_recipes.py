@@ -13,7 +13,7 @@ from narrowcast.workloads.genomics.data.made import made_rows, markov_entropy
 WORDS = (
     "epochs=null", "model.width=16", "model.dropout=0", "eval.every=0", "eval.patience=0",
     "eval.keep_best=false", "health.every=0", "device=cpu", "precision.task=null",
-    "precision.policy=fp32", "accumulate=1", "batch_size=16", "optimizer.lr=1e-2",
+    "precision.policy=fp32", "gradient_accumulation_steps=1", "batch_size=16", "optimizer.lr=1e-2",
     "lr_schedule.warmup_ratio=0.1",
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads import load_recipe
 from narrowcast.workloads.genomics.labels import TASK_LABELS
 from narrowcast.workloads.genomics.settings import Objective
@@ -27,7 +27,7 @@ from narrowcast.workloads.genomics.settings import Objective
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(recipe, words, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load_recipe(f"genomics/{recipe}", words)
 
 

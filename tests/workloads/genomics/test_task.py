@@ -10,15 +10,16 @@ from safetensors.torch import load_file
 import narrowcast as nc
 from narrowcast.runs import EvalRecord, StepRecord, same_trajectory
 from narrowcast.training.optimizers import build_optimizer
-from narrowcast.training.parameter_groups import groups_of
+from narrowcast.training.parameter_groups import get_groups
 from narrowcast.workloads import build_task, load_recipe
-from narrowcast.workloads.genomics.build import build_parts, network_of
+from narrowcast.workloads.genomics.build import build_parts, make_network
 from narrowcast.workloads.genomics.models.filters import ImplicitFilter
 from narrowcast.workloads.genomics.task import Genomic
 
 CPU = torch.device("cpu")
 SMALL = (
-    "epochs=null", "steps=4", "batch_size=4", "accumulate=1", "model.width=16", "model.layers=2",
+    "epochs=null", "steps=4", "batch_size=4", "gradient_accumulation_steps=1", "model.width=16",
+    "model.layers=2",
     "model.dropout=0", "eval.every=0", "eval.keep_best=false", "eval.patience=0",
     "health.every=0", "device=cpu", "precision.task=null", "precision.policy=fp32",
 )  # fmt: skip
@@ -69,13 +70,13 @@ def test_with_patches_every_parameter_gets_a_gradient_too(patching, rows):
     made = genomic("variant_effect", f"data.path={rows}")
     parts = made.parts
     # Patches of letters in doubt are found by a small model, here one that has learnt nothing.
-    kept = replace(parts.kept, config=replace(parts.kept.config, patching=patching, patch_size=4))
-    network = network_of(kept, parts.tokenizer, parts.target, seed=0, device=CPU)
-    made = replace(made, parts=replace(parts, network=network, kept=kept))
+    kept = replace(parts.info, config=replace(parts.info.config, patching=patching, patch_size=4))
+    network = make_network(kept, parts.tokenizer, parts.target, seed=0, device=CPU)
+    made = replace(made, parts=replace(parts, network=network, info=kept))
     made.loss(network, parts.train.__getitems__([0, 1, 2])).backward()
     trained = {n: p for n, p in network.named_parameters() if p.requires_grad}
     assert [name for name, p in trained.items() if p.grad is None or not p.grad.any()] == []
-    held = [p for group in groups_of(made.task()) for p in group.parameters]
+    held = [p for group in get_groups(made.task()) for p in group.parameters]
     assert len(held) == len(trained)
 
 
@@ -170,7 +171,7 @@ def test_what_comes_next_is_learnt_as_it_was_before_mutations(rows):
 def optimizer_of(made):
     task = made.task()
     section = made.recipe.optimizer
-    return build_optimizer(section, task.model, device=CPU, groups=groups_of(task))
+    return build_optimizer(section, task.model, device=CPU, groups=get_groups(task))
 
 
 def test_learning_rates_fall_by_the_decay_from_stage_to_stage(rows):
@@ -236,7 +237,8 @@ def test_a_frozen_base_is_left_bit_for_bit(rows, tmp_path):
 
 @pytest.mark.parametrize("task", ["generation", "variant_effect"])
 def test_a_run_resumed_in_the_middle_is_the_same_bit_for_bit(task, rows, tmp_path):
-    words = [*SMALL, f"data.path={rows}", "model.dropout=0.2", "data.mutate=0.1", "accumulate=2",
+    words = [*SMALL, f"data.path={rows}", "model.dropout=0.2", "data.mutate=0.1",
+             "gradient_accumulation_steps=2",
              "tuning.unfreeze_over=0.5", "steps=6", "eval.every=2"]  # fmt: skip
     whole = list(nc.train(f"genomics/{task}", words, out=tmp_path / "whole"))
     words.append("checkpoint.every=3")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers, sampled_from
 from torch import nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.workloads.lm.model import GPT, build_gpt
 from narrowcast.workloads.lm.settings import LmModel
@@ -184,7 +184,7 @@ def test_policies_find_the_names_they_match():
 
 def test_a_text_longer_than_the_positions_is_refused():
     model = gpt()
-    with pytest.raises(RecipeError, match=f"positions end at {LENGTH}.*data.length=25"):
+    with pytest.raises(ConfigError, match=f"positions end at {LENGTH}.*data.length=25"):
         model(tokens(1, LENGTH + 1))
 
 

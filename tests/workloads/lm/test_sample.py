@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import DivergedError, RecipeError
+from narrowcast.errors import ConfigError, DivergedError
 from narrowcast.workloads.lm.model import build_gpt
 from narrowcast.workloads.lm.sample import complete, sample
 from narrowcast.workloads.lm.settings import LmModel
@@ -104,10 +104,10 @@ def test_a_diverged_model_is_said_to_be_one():
     [({"temperature": -1.0}, "write 0 for the likeliest"), ({"top_k": 0}, "write 1 or more")],
 )
 def test_a_choice_without_meaning_is_refused(asked, why):
-    with pytest.raises(RecipeError, match=why):
+    with pytest.raises(ConfigError, match=why):
         draw(MODEL, count=1, **asked)
 
 
 def test_an_empty_prompt_is_refused():
-    with pytest.raises(RecipeError, match="write at least one character"):
+    with pytest.raises(ConfigError, match="write at least one character"):
         next(sample(MODEL, [], count=1, context=8, generator=torch.Generator()))

@@ -1,6 +1,6 @@
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads import load_recipe
 from narrowcast.workloads.lm.settings import LmModel
 
@@ -21,12 +21,12 @@ from narrowcast.workloads.lm.settings import LmModel
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_with_what_to_write(word, why):
-    with pytest.raises(RecipeError, match=why):
+    with pytest.raises(ConfigError, match=why):
         load_recipe("quickstart", [word])
 
 
 def test_a_tokenizer_beside_synthetic_tokens_is_refused():
-    with pytest.raises(RecipeError, match=r"need no tokenizer.*model\.vocab"):
+    with pytest.raises(ConfigError, match=r"need no tokenizer.*model\.vocab"):
         load_recipe("quickstart", ["data.text=synthetic", "data.tokenizer=bpe"])
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.errors import DivergedError, RecipeError
+from narrowcast.errors import ConfigError, DivergedError
 from narrowcast.hardware import Hardware
 from narrowcast.runs import FindingRecord, PrecisionRecord, StepRecord
 from narrowcast.training.phase_plans import plan_phases
@@ -49,7 +49,7 @@ def test_in_fp16_the_layer_is_named_and_widened_and_the_run_goes_on():
 
 
 def test_a_layer_does_not_fall_back_into_a_format_that_it_has_outgrown():
-    words = ["precision.adapt.calm=5", "precision.adapt.cooldown=2"]
+    words = ["precision.adapt.calm_steps=5", "precision.adapt.cooldown=2"]
     records = run("rehearse.swell=1", *words)
     changes = [(r.module, r.after) for r in of(PrecisionRecord, records)]
     assert changes == [("blocks.1.mlp.down", "bf16")]
@@ -63,5 +63,5 @@ def test_a_swelling_layer_stalls_the_run_without_adaptive_precision():
 
 def test_a_bias_would_not_be_doubled_with_the_rest_so_it_is_refused():
     recipe = load_recipe("health/saturating", ["model.bias=true"]).recipe
-    with pytest.raises(RecipeError, match=r"rehearse\.swell=10: .*model\.bias=false"):
+    with pytest.raises(ConfigError, match=r"rehearse\.swell=10: .*model\.bias=false"):
         build_task(recipe, device=torch.device("meta"))

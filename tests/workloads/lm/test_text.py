@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, text
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.lm.text import read_text, split_text
 
 TOPICS = "python-topics"
@@ -65,18 +65,18 @@ def test_carriage_returns_are_kept(tmp_path):
 )
 def test_a_file_that_is_no_text_is_refused_with_what_to_write(tmp_path, content, why):
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(RecipeError, match=rf"a.txt {why}(.|\n)*write data.text=FILE"):
+    with pytest.raises(ConfigError, match=rf"a.txt {why}(.|\n)*write data.text=FILE"):
         read_text([f"{tmp_path}/a.txt"])
 
 
 def test_a_folder_is_refused_with_the_glob_that_reads_it(tmp_path):
-    with pytest.raises(RecipeError, match=rf"is a folder; write data.text={tmp_path}/\*.txt"):
+    with pytest.raises(ConfigError, match=rf"is a folder; write data.text={tmp_path}/\*.txt"):
         read_text([str(tmp_path)])
 
 
 @pytest.mark.parametrize("source", ["missing.txt", "*.nothing", "**/none*"])
 def test_a_name_that_matches_nothing_is_refused(tmp_path, source):
-    with pytest.raises(RecipeError, match=rf"no such file(.|\n)*data.text={TOPICS}"):
+    with pytest.raises(ConfigError, match=rf"no such file(.|\n)*data.text={TOPICS}"):
         read_text([f"{tmp_path}/{source}"])
 
 
@@ -100,21 +100,21 @@ def test_whatever_a_source_is_called_the_answer_is_in_words(tmp_path, source, wh
     (tmp_path / "loop").symlink_to("loop")
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(2**42)
-    with pytest.raises(RecipeError, match=why) as caught:
+    with pytest.raises(ConfigError, match=why) as caught:
         read_text([f"{tmp_path}/{source}"])
     assert len(str(caught.value)) < 600
 
 
 def test_devices_are_not_read_and_many_problems_are_counted(tmp_path):
-    with pytest.raises(RecipeError, match="/dev/zero cannot be read: it is a device, not a file"):
+    with pytest.raises(ConfigError, match="/dev/zero cannot be read: it is a device, not a file"):
         read_text(["/dev/zero"])
-    with pytest.raises(RecipeError, match=r"data.text: and 2990 more"):
+    with pytest.raises(ConfigError, match=r"data.text: and 2990 more"):
         read_text([f"{tmp_path}/{number}" for number in range(3000)])
 
 
 def test_everything_wrong_is_said_at_once(tmp_path):
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(RecipeError, match=r"empty.txt is empty(.|\n)*gone.txt: no such file"):
+    with pytest.raises(ConfigError, match=r"empty.txt is empty(.|\n)*gone.txt: no such file"):
         read_text([f"{tmp_path}/empty.txt", f"{tmp_path}/gone.txt"])
 
 

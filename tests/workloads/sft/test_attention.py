@@ -15,7 +15,7 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.workloads.sft.attention import (
     NAME,
     conversation_bounds,
-    keep_conversations_apart,
+    separate_conversations,
 )
 
 LENGTHS = [[5, 1, 9, 3], [18]]
@@ -65,7 +65,7 @@ def test_a_packed_conversation_is_what_it_is_alone(name):
     expected = logits_alone(model, tokens, LENGTHS)
     weighted = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     expected_grads = torch.autograd.grad((expected * weighted).sum(), list(model.parameters()))
-    keep_conversations_apart(model)
+    separate_conversations(model)
     # With a cache of keys, as models make one that are not told otherwise.
     for use_cache in (False, True):
         found = model(
@@ -83,7 +83,7 @@ def test_a_packed_conversation_is_what_it_is_alone(name):
 @torch.no_grad()  # with them, the tracer of torch warns of the tensors between blocks
 def test_a_compiled_block_has_no_breaks():
     model = model_of(CONFIGS["qwen2, shared key heads"])
-    keep_conversations_apart(model)
+    separate_conversations(model)
     tokens, positions = batch_of(LENGTHS)
     given = {"position_ids": positions, "attention_mask": conversation_bounds(positions)}
     expected = model(tokens, **given, use_cache=False).logits
@@ -118,7 +118,7 @@ def test_what_is_no_packed_row_is_computed_as_before():
 
     model.generation_config.pad_token_id = 0
     before = list(outputs())
-    keep_conversations_apart(model)
+    separate_conversations(model)
     assert model.config._attn_implementation == NAME
     for a, b in zip(before, outputs(), strict=True):
         assert torch.equal(a, b)
@@ -126,7 +126,7 @@ def test_what_is_no_packed_row_is_computed_as_before():
 
 def test_a_saved_model_asks_for_no_attention_of_ours(tmp_path):
     model = model_of(CONFIGS["llama"])
-    keep_conversations_apart(model)
+    separate_conversations(model)
     model.save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text()
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
@@ -141,12 +141,12 @@ def test_layers_that_carry_on_over_a_border_are_refused():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedError, match=r"linear_attention.*data.packing=false"):
-        keep_conversations_apart(model)
+        separate_conversations(model)
 
 
 def test_a_model_of_another_library_is_refused():
     with pytest.raises(UnsupportedError, match="Linear is no model of transformers"):
-        keep_conversations_apart(torch.nn.Linear(2, 2))
+        separate_conversations(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -154,7 +154,7 @@ def test_a_gpu_computes_the_same_and_waits_for_nothing(name, cuda, host_never_wa
     model = model_of(CONFIGS[name])
     tokens, positions = batch_of(LENGTHS)
     expected = logits_alone(model, tokens, LENGTHS)
-    keep_conversations_apart(model)
+    separate_conversations(model)
     model.to(cuda)
     tokens, positions = tokens.to(cuda), positions.to(cuda)
     mask = conversation_bounds(positions)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from narrowcast.cli.entry import exit_code_of
+from narrowcast.cli.entry import run_command
 from narrowcast.workloads.sft.ica import functional_networks, load_networks
 from narrowcast.workloads.sft.models.loading import load_model, load_tokenizer
 
@@ -31,7 +31,7 @@ def shelf(tmp_path_factory):
     rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(40)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["ica", "build", "tiny", str(folder / "text.txt"), "-o", str(folder / "n.json"), *FEW]
-    assert exit_code_of([*words, "--components", "3", "--top-k", "8"]) == 0
+    assert run_command([*words, "--components", "3", "--top-k", "8"]) == 0
     return folder
 
 
@@ -40,7 +40,7 @@ def ica(capsys):
     """Run a command; return its exit code, what it printed, and what it complained of."""
 
     def run(*words):
-        code = exit_code_of(["ica", *map(str, words)])
+        code = run_command(["ica", *map(str, words)])
         return code, *capsys.readouterr()
 
     return run
@@ -48,16 +48,16 @@ def ica(capsys):
 
 def test_build_finds_what_the_library_finds_and_says_where_it_comes_from(shelf):
     from narrowcast.workloads.sft.ica import ICA, TopK
-    from narrowcast.workloads.sft.ica.study.documents import documents_of, inputs_of
+    from narrowcast.workloads.sft.ica.study.documents import draw_documents, model_inputs
 
     built = load_networks(shelf / "n.json")
-    drawn = documents_of(
+    drawn = draw_documents(
         [str(shelf / "text.txt")], load_tokenizer("tiny"), samples=6, max_length=48
     )
     assert [each["input_ids"].shape for each in drawn.documents] == [(1, 48)] * 6
     model = load_model("tiny").eval()
     expected = functional_networks(
-        model, inputs_of(drawn.documents), ica=ICA(components=3), selector=TopK(8)
+        model, model_inputs(drawn.documents), ica=ICA(components=3), selector=TopK(8)
     )
     assert built.networks == expected.networks
     assert (built.provenance.model, built.provenance.selector) == ("tiny", "top-k=8")
@@ -66,7 +66,7 @@ def test_build_finds_what_the_library_finds_and_says_where_it_comes_from(shelf):
 
 def test_build_takes_skip_first_clip_activations_and_max_iter(shelf, ica, tmp_path):
     from narrowcast.workloads.sft.ica import ICA
-    from narrowcast.workloads.sft.ica.study.documents import documents_of, inputs_of
+    from narrowcast.workloads.sft.ica.study.documents import draw_documents, model_inputs
 
     words = ["build", "tiny", shelf / "text.txt", "-o", tmp_path / "n.json", *FEW]
     words += ["--components", "3", "--skip-first", "4", "--clip-activations", "97"]
@@ -74,12 +74,12 @@ def test_build_takes_skip_first_clip_activations_and_max_iter(shelf, ica, tmp_pa
     assert code == 0
     assert "signals skip_first=4, clip_activations=97" in out
     assert "after 3 iterations" in out
-    drawn = documents_of(
+    drawn = draw_documents(
         [str(shelf / "text.txt")], load_tokenizer("tiny"), samples=6, max_length=48
     )
     expected = functional_networks(
         load_model("tiny").eval(),
-        inputs_of(drawn.documents),
+        model_inputs(drawn.documents),
         ica=ICA(components=3, clip_activations=97, max_iter=3),
         skip_first=4,
     )
@@ -124,8 +124,8 @@ def test_ablate_says_it_in_a_sentence_and_writes_what_it_measured(shelf, ica, tm
 
 def test_help_says_what_it_does_without_torch():
     code = (
-        "import sys; from narrowcast.cli.entry import exit_code_of;"
-        "exit_code_of(['--help']); exit_code_of(['ica', 'build', '--help']);"
+        "import sys; from narrowcast.cli.entry import run_command;"
+        "run_command(['--help']); run_command(['ica', 'build', '--help']);"
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

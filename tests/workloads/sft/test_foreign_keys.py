@@ -3,7 +3,7 @@
 import pytest
 
 from narrowcast.config.foreign_keys import ADVICE, KEYS
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads import load_recipe
 
 FLAT = [
@@ -14,7 +14,7 @@ FLAT = [
     "use_4bit", "use_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "no_peft", "lora_r",
     "lora_alpha", "lora_dropout", "lora_target_modules", "lora_bias", "output_dir",
     "num_train_epochs", "max_steps", "per_device_train_batch_size", "per_device_eval_batch_size",
-    "gradient_accumulation_steps", "learning_rate", "weight_decay", "warmup_ratio",
+    "learning_rate", "weight_decay", "warmup_ratio",
     "lr_scheduler_type", "logging_steps", "save_steps", "eval_steps", "save_total_limit",
     "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "max_grad_norm",
     "gradient_checkpointing", "resume_from_checkpoint", "use_wandb", "merge_adapter_with_base",
@@ -25,7 +25,7 @@ FLAT = [
 
 @pytest.mark.parametrize("key", FLAT)
 def test_key_of_the_flat_file_gets_a_pointer(key):
-    with pytest.raises(RecipeError, match=r"write [\w.]+=|did you mean [\w.]+\?|leave it out"):
+    with pytest.raises(ConfigError, match=r"write [\w.]+=|did you mean [\w.]+\?|leave it out"):
         load_recipe("sft/tiny", [f"{key}=1"])
 
 
@@ -44,7 +44,7 @@ def test_settings_that_are_pointed_to_exist(target):
 def test_flat_file_without_a_workload_is_told_so(tmp_path):
     file = tmp_path / "flat.yaml"
     file.write_text("model_name_or_path: gpt2\nlora_r: 16\n")
-    with pytest.raises(RecipeError) as raised:
+    with pytest.raises(ConfigError) as raised:
         load_recipe(file)
     assert "model_name_or_path: no such setting; write path under model:" in str(raised.value)
     assert "lora_r: no such setting without a workload" in str(raised.value)

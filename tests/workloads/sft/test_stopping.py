@@ -14,14 +14,14 @@ from transformers import (
 )
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads import build_task, load_recipe
 from narrowcast.workloads.sft.models.tiny import CHAT_TEMPLATE
 
 EOS, TURN_SIGNS, ROOM = "<|endoftext|>", ("<|im_start|>", "<|im_end|>"), 24
 LEARN = ("steps=60", "batch_size=8", "optimizer.lr=0.02", "lr_schedule.warmup=5", "device=cpu",
          "precision.policy=fp32", "eval.every=0", "health.every=0", "data.max_seq_length=96",
-         f"judge.max_new_tokens={ROOM}", "judge.samples=1")  # fmt: skip
+         f"eval_tasks.max_new_tokens={ROOM}", "eval_tasks.samples=1")  # fmt: skip
 KINDS = {
     "final_model": ("model.tune=full",),
     "adapter": ("model.tune=lora", "lora.lora_dropout=0"),
@@ -145,5 +145,5 @@ def test_adapter_whose_base_never_stops_is_announced(base, settings):
 
 def test_eos_token_outside_the_vocabulary_raises(base, settings):
     asked = settings(base(), "model.eos_token=<|im_stop|>")
-    with pytest.raises(RecipeError, match=r"model.eos_token .* got <\|im_stop\|>. .*<\|im_end\|>"):
+    with pytest.raises(ConfigError, match=r"model.eos_token .* got <\|im_stop\|>. .*<\|im_end\|>"):
         build_task(load_recipe("sft/tiny", asked).recipe, device=torch.device("cpu"))

@@ -18,17 +18,17 @@ from transformers import (
 )
 
 import narrowcast as nc
-from narrowcast.cli.entry import exit_code_of
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.cli.entry import run_command
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.workloads import build_task, load_recipe
 from narrowcast.workloads.sft.ica import load_networks
-from narrowcast.workloads.sft.models.base import refuse_lossy_merge
+from narrowcast.workloads.sft.models.base import check_merge
 from narrowcast.workloads.sft.models.tiny import tiny_tokenizer
 from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
 SMALL = ("device=cpu", "steps=4", "batch_size=4", "eval.every=0", "health.every=0")
-SHOWN = ("judge.samples=2", "judge.max_new_tokens=4")
+SHOWN = ("eval_tasks.samples=2", "eval_tasks.max_new_tokens=4")
 LORA = ("model.tune=lora", "lora.lora_dropout=0")
 CPU = torch.device("cpu")
 
@@ -92,7 +92,7 @@ def test_the_parts_of_held_out_rows_are_what_an_evaluation_looks_at(llama, rows)
 
 
 def test_every_token_of_a_step_counts_alike_in_whichever_micro_batch_it_is(llama, rows):
-    task = task_of(llama, rows, "accumulate=2", "data.packing=true")
+    task = task_of(llama, rows, "gradient_accumulation_steps=2", "data.packing=true")
     first, second = (task.train_data.__getitems__([n]) for n in (0, len(task.train_data) - 1))
     both = {name: torch.cat([first[name], second[name]]) for name in first}
     counts = [(batch["labels"] != -100).sum() for batch in (first, second)]
@@ -186,17 +186,17 @@ def test_activations_computed_again_give_the_same_gradients(llama, rows):
 def test_adapters_learn_the_same_when_blocks_are_computed_again(llama, rows, tmp_path, again):
     weights = []
     for how in ("none", again):
-        trained(llama, rows, tmp_path / how, f"memory.checkpoint={how}", *LORA)
+        trained(llama, rows, tmp_path / how, f"memory.activation_checkpointing={how}", *LORA)
         weights.append(load_file(tmp_path / how / "adapter" / "adapter_model.safetensors"))
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-    own = ("model.gradient_checkpointing=true", f"memory.checkpoint={again}")
-    with pytest.raises(RecipeError, match="own gradient checkpointing is on"):
+    own = ("model.gradient_checkpointing=true", f"memory.activation_checkpointing={again}")
+    with pytest.raises(ConfigError, match="own gradient checkpointing is on"):
         trained(llama, rows, tmp_path / "both", *own, *LORA)
 
 
 def test_an_adapter_for_a_layer_that_is_not_there_is_refused(llama, rows):
     target = "lora.lora_target_modules=[q_proj,kproj]"
-    with pytest.raises(RecipeError, match="no layer is called kproj; the linear layers are called"):
+    with pytest.raises(ConfigError, match="no layer is called kproj; the linear layers are called"):
         task_of(llama, rows, "model.tune=lora", target)
 
 
@@ -204,7 +204,7 @@ def test_a_conversation_longer_than_the_context_is_refused(llama, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "a" * 300, "completion": "b"}) + "\n")
     longer = ("data.max_seq_length=4096", "data.validation_split=0")
-    with pytest.raises(RecipeError, match=r"made for 128; write data\.max_seq_length=128"):
+    with pytest.raises(ConfigError, match=r"made for 128; write data\.max_seq_length=128"):
         task_of(llama, path, *longer)
 
 
@@ -214,15 +214,15 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(llama, rows):
     before = (llama / "tokenizer.json").read_text()
     tokenizer.save_pretrained(llama)
     try:
-        with pytest.raises(RecipeError, match="the model knows 260; give the tokenizer"):
+        with pytest.raises(ConfigError, match="the model knows 260; give the tokenizer"):
             task_of(llama, rows)
     finally:
         (llama / "tokenizer.json").write_text(before)
 
 
 def test_frozen_weights_of_a_format_are_refused_where_all_are_trained(llama, rows):
-    with pytest.raises(RecipeError, match="weights that are trained begin in fp32"):
-        load_recipe("sft/tiny", words(llama, rows, "model.base=bf16"))
+    with pytest.raises(ConfigError, match="base_dtype is for frozen weights"):
+        load_recipe("sft/tiny", words(llama, rows, "model.base_dtype=bf16"))
 
 
 def test_a_plan_reads_neither_weights_nor_rows(llama, tmp_path):
@@ -236,7 +236,7 @@ def test_a_plan_reads_neither_weights_nor_rows(llama, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_base_in_e4m3_is_merged_as_it_was_trained_beside(family, rows, tmp_path, request):
     folder = request.getfixturevalue(family)
-    asked = (*LORA, "model.base=e4m3", "lora.merge_adapter_with_base=true")
+    asked = (*LORA, "model.base_dtype=e4m3", "lora.merge_adapter_with_base=true")
     run = nc.train("sft/tiny", words(folder, rows, *SHOWN, *asked), out=tmp_path / "r")
     list(run)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "r" / "merged_model")
@@ -247,10 +247,10 @@ def test_a_base_in_e4m3_is_merged_as_it_was_trained_beside(family, rows, tmp_pat
 
 
 def test_a_base_of_bitsandbytes_is_not_merged(llama, rows):
-    asked = (*LORA, "model.base=nf4", "lora.merge_adapter_with_base=true")
+    asked = (*LORA, "model.base_dtype=nf4", "lora.merge_adapter_with_base=true")
     recipe = load_recipe("sft/tiny", words(llama, rows, *asked)).recipe
-    with pytest.raises(RecipeError, match=r"again; write lora\.merge_adapter_with_base=false"):
-        refuse_lossy_merge(recipe.section(SftModel), recipe.section(LoraSection))
+    with pytest.raises(ConfigError, match=r"again; write lora\.merge_adapter_with_base=false"):
+        check_merge(recipe.section(SftModel), recipe.section(LoraSection))
 
 
 @pytest.mark.parametrize("tune", ["full", "lora"])
@@ -301,15 +301,17 @@ def test_masks_are_on_while_it_trains_and_gone_from_what_is_saved(mode, llama, r
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("mode", ["lesion", "freeze"])
 def test_networks_of_a_base_in_e4m3_are_found(mode, family, rows, tmp_path, request):
-    asked = ("model.base=e4m3", *LORA, f"ica.mask_mode={mode}", "ica.samples=20")
+    asked = ("model.base_dtype=e4m3", *LORA, f"ica.mask_mode={mode}", "ica.samples=20")
     trained(request.getfixturevalue(family), rows, tmp_path / "r", *asked)
     assert load_networks(tmp_path / "r" / "networks.json").size(0) > 0
 
 
 def test_the_terminal_shows_what_the_search_for_networks_found(llama, rows, tmp_path, capsys):
-    asked = words(llama, rows, "judge.samples=0", "ica.freeze=true", "ica.samples=20", "steps=1")
+    asked = words(
+        llama, rows, "eval_tasks.samples=0", "ica.freeze=true", "ica.samples=20", "steps=1"
+    )
     command = ["train", "sft/tiny", *asked, "ica.max_iter=1", "--out", str(tmp_path / "run")]
-    assert exit_code_of(command) == 0
+    assert run_command(command) == 0
     shown = " ".join(" ".join(capsys.readouterr()).split())
     networks = load_networks(tmp_path / "run" / "networks.json")
     layout = networks.layout
@@ -319,9 +321,13 @@ def test_the_terminal_shows_what_the_search_for_networks_found(llama, rows, tmp_
     assert all(finding in shown for finding in networks.provenance.findings)
 
 
-@pytest.mark.parametrize("word", ["ica.mask_mode=lesion", "ica.freeze=true", "model.base=e4m3"])
+@pytest.mark.parametrize(
+    "word", ["ica.mask_mode=lesion", "ica.freeze=true", "model.base_dtype=e4m3"]
+)
 def test_a_run_goes_on_bit_for_bit(word, llama, rows, tmp_path):
-    asked = words(llama, rows, "judge.samples=0", "model.tune=lora", "ica.samples=20", "steps=6")
+    asked = words(
+        llama, rows, "eval_tasks.samples=0", "model.tune=lora", "ica.samples=20", "steps=6"
+    )
     if word.startswith("model"):
         asked.remove("ica.samples=20")
     list(nc.train("sft/tiny", [*asked, word], out=tmp_path / "whole"))
@@ -335,13 +341,13 @@ def test_a_run_goes_on_bit_for_bit(word, llama, rows, tmp_path):
 
 @pytest.mark.parametrize("base", ["bf16", "e4m3", "int8", "nf4", "fp4"])
 def test_weights_that_are_trained_are_not_kept_in_fewer_bits(base, llama, rows):
-    with pytest.raises(RecipeError, match=f"begin in fp32, not {base}; leave base out"):
-        load_recipe("sft/tiny", words(llama, rows, f"model.base={base}"))
+    with pytest.raises(ConfigError, match=f"for frozen weights.*got {base}; leave base_dtype out"):
+        load_recipe("sft/tiny", words(llama, rows, f"model.base_dtype={base}"))
 
 
 def test_a_tied_head_is_not_merged_into_the_embedding(rows):
     asked = ("model.tune=lora", "lora.lora_target_modules=[lm_head,q_proj]")
-    with pytest.raises(RecipeError, match="lm_head shares its weight with model"):
+    with pytest.raises(ConfigError, match="lm_head shares its weight with model"):
         task_of("tiny", rows, *asked, "lora.merge_adapter_with_base=true")
 
 
@@ -384,12 +390,19 @@ def test_a_folder_without_a_tokenizer_is_refused(rows, tmp_path):
     config = Qwen2Config(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                          num_attention_heads=1, num_key_value_heads=1, vocab_size=260)  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "qwen")
-    with pytest.raises(RecipeError, match="tokenizer"):
+    with pytest.raises(ConfigError, match="tokenizer"):
         task_of(tmp_path / "qwen", rows)
 
 
 def test_epochs_go_through_the_data_as_often_as_asked(llama, rows, tmp_path):
-    asked = words(llama, rows, "judge.samples=0", "epochs=2", "accumulate=4", "batch_size=4")
+    asked = words(
+        llama,
+        rows,
+        "eval_tasks.samples=0",
+        "epochs=2",
+        "gradient_accumulation_steps=4",
+        "batch_size=4",
+    )
     asked = [word for word in asked if not word.startswith("steps=")]
     steps = [r for r in nc.train("sft/tiny", asked) if isinstance(r, StepRecord)]
     assert len(steps) == 5  # 36 rows twice, in steps of 16

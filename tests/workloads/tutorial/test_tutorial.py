@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from narrowcast.cli.entry import exit_code_of
+from narrowcast.cli.entry import run_command
 from narrowcast.runs import EvalRecord, RunFolder, StepRecord
 from narrowcast.workloads import report_sections
 from narrowcast.workloads.tutorial.roman import SIGNS, roman
@@ -16,7 +16,7 @@ def trained(tmp_path_factory):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("runs") / "tutorial"
-    assert exit_code_of(["train", "tutorial", "device=cpu", "--out", str(out), "--quiet"]) == 0
+    assert run_command(["train", "tutorial", "device=cpu", "--out", str(out), "--quiet"]) == 0
     torch.set_num_threads(before)
     return out
 
@@ -32,9 +32,9 @@ def test_its_steps_tell_the_parts_of_the_loss(trained):
     with RunFolder.open(trained) as run:
         steps = [r for r in run.records() if isinstance(r, StepRecord)]
     for step in steps:
-        assert list(step.parts) == ["digit", "size"]
+        assert list(step.loss_parts) == ["digit", "size"]
         # The sum is made in fp32, of numbers that are told in fp32.
-        total = step.parts["digit"] + 0.1 * step.parts["size"]
+        total = step.loss_parts["digit"] + 0.1 * step.loss_parts["size"]
         assert step.loss == pytest.approx(total, rel=2**-22)
         assert step.items == 64
 
@@ -73,5 +73,5 @@ def test_numerals_of_any_length_end_in_one_column():
 
 
 def test_its_command_writes_a_numeral(capsys):
-    assert exit_code_of(["tutorial", "1994"]) == 0
+    assert run_command(["tutorial", "1994"]) == 0
     assert capsys.readouterr().out == "MCMXCIV\n"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 CONTRACT = "Return (model, loss_fn, inputs), or (model, batch) where model(**batch) has a loss."
 
@@ -46,7 +46,7 @@ def parse_builder(text: str) -> tuple[str, str]:
     """Split `package.module:build`."""
     module, _, name = text.partition(":")
     if not module or not name.isidentifier() or module.endswith(".py"):
-        raise RecipeError(
+        raise ConfigError(
             f"--mine must be package.module:build, got {text}. Write zoo.mine:build for build() in "
             "zoo/mine.py."
         )
@@ -64,7 +64,7 @@ def build_mine(text: str, device: torch.device) -> BuiltModel:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, and something it imports does not
-        raise RecipeError(
+        raise ConfigError(
             f"--mine {text}: there is no module {error.name} in {here} or among installed "
             "packages. Run from the folder that contains it, or install it."
         ) from None
@@ -72,7 +72,7 @@ def build_mine(text: str, device: torch.device) -> BuiltModel:
     if not callable(build):
         known = [each for each, value in vars(module).items() if inspect.isfunction(value)]
         hint = f"It has {', '.join(known)}." if known else "It has no functions."
-        raise RecipeError(f"--mine {text}: {module_name} has no function {name}. {hint}")
+        raise ConfigError(f"--mine {text}: {module_name} has no function {name}. {hint}")
     return as_built(build(), device, builder=f"{name}()")
 
 
@@ -147,4 +147,4 @@ def _kind(value: Any) -> str:
 
 
 def _raise_contract(builder: str, problem: str, fix: str) -> NoReturn:
-    raise RecipeError(f"--mine: {builder} {problem}. {fix}")
+    raise ConfigError(f"--mine: {builder} {problem}. {fix}")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from narrowcast.bench.model import logits_loss, set_up
 from narrowcast.bench.zoo.built import BuiltModel, build_mine, model_loss, parse_builder
 from narrowcast.bench.zoo.networks import EncoderClassifier, LstmLanguageModel, UNet
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads import load_recipe
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.heads import NextTokenHead
@@ -127,8 +127,8 @@ def _next_token(model: nn.Module, ids: Tensor) -> BuiltModel:
 def _gpt(device: torch.device, *, quick: bool) -> BuiltModel:
     tiny = ("model.layers=2", "model.width=64", "model.heads=4", "model.vocab=256",
             "data.length=32", "batch_size=2")  # fmt: skip
-    words = (f"device={device.type}", *(tiny if quick else ()))
-    bench = set_up(load_recipe("lm/gpt-350m", words).recipe)
+    overrides = (f"device={device.type}", *(tiny if quick else ()))
+    bench = set_up(load_recipe("lm/gpt-350m", overrides).recipe)
     return BuiltModel(
         model=bench.model.train(),
         loss_fn=lambda model, *batch: logits_loss(model, batch),
@@ -304,7 +304,7 @@ def select_models(only: Iterable[str], *, mine: str | None) -> tuple[str, ...]:
         if name not in ZOO:
             close = difflib.get_close_matches(name, ZOO, n=1)
             hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(ZOO)}."
-            raise RecipeError(f"--only must name models of the zoo, got {name}. {hint}")
+            raise ConfigError(f"--only must name models of the zoo, got {name}. {hint}")
     if mine is not None:
         parse_builder(mine)
         return (mine, *named)

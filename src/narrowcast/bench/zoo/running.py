@@ -18,8 +18,8 @@ from narrowcast.bench.process import Worker, sigterm_interrupts
 from narrowcast.bench.zoo.models import ZOO, get_entry, select_models
 from narrowcast.bench.zoo.saved_rows import SavedRows
 from narrowcast.bench.zoo.ways import WAYS, ZooTrial, trials
-from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.hardware import probe
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.hardware import detect_hardware
 from narrowcast.runs import describe_environment
 
 Log = Callable[[str], None]
@@ -63,7 +63,7 @@ def measure_models(request: ZooRequest, *, log: Log) -> Zoo:
     """Measure the requested rows that the file does not have yet."""
     names = select_models(request.only, mine=request.mine)
     requested = trials(names, ways=request.ways, modes=request.modes)
-    hardware = probe("auto")
+    hardware = detect_hardware("auto")
     device = torch.device(hardware.device)
     if device.type != "cuda" and not request.quick and any(name in ZOO for name in names):
         raise UnsupportedError(
@@ -187,8 +187,8 @@ class _Groups:
         self, trial: ZooTrial, reason: str, *, log: Sequence[str] = (), in_parallel: bool = False
     ) -> None:
         self._log(f"{trial}: {reason}")
-        if trial.model not in ZOO and reason.startswith("RecipeError: "):
-            raise RecipeError(reason.removeprefix("RecipeError: "))  # every row would fail like it
+        if trial.model not in ZOO and reason.startswith("ConfigError: "):
+            raise ConfigError(reason.removeprefix("ConfigError: "))  # every row would fail like it
         if in_parallel:
             self._log(f"{trial}: will be tried again alone")
             self._failed_in_parallel.append(trial)

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from narrowcast.bench.zoo.models import ZOO
 from narrowcast.bench.zoo.ways import MODES, WAYS, ZooTrial
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.runs.strict_json import dumps, loads
 from narrowcast.runs.writing import replace_file
 
@@ -67,7 +67,7 @@ class SavedRows:
                 if row["way"] in WAYS and row["mode"] in MODES
             }
         except (OSError, ValueError, TypeError, LookupError):
-            raise RecipeError(
+            raise ConfigError(
                 f"--json {path} exists and was not written by this bench. Name another file."
             ) from None
         unlike = [name for name in SAME if about[name] != self._about[name]]
@@ -75,7 +75,7 @@ class SavedRows:
             differences = ", ".join(
                 f"{name} {about[name]} instead of {self._about[name]}" for name in unlike
             )
-            raise RecipeError(
+            raise ConfigError(
                 f"--json {path} has rows of {differences}, which cannot be compared. Name another "
                 "file."
             )

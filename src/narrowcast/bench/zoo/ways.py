@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from narrowcast.bench.peers import convert_to_torchao
 from narrowcast.bench.zoo.built import BuiltModel
 from narrowcast.bench.zoo.models import get_entry
-from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.precision.plan.gains import Running
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.precision.plan.gains import Execution
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
 
@@ -27,11 +27,8 @@ Kind = Literal["amp", "liger", "torchao", "ours"]
 Step = Callable[[], Tensor]
 """One training step; returns its loss on the device."""
 
-RUNNING: Mapping[str, Running] = {
-    "eager": "eager", "compiled": "compiled", "graphed": "captured",
-}  # fmt: skip
-"""`running=` of `prepare` for each mode."""
-MODES = tuple(RUNNING)
+MODES: tuple[Execution, ...] = ("eager", "compiled", "graphed")
+"""`execution=` of `prepare`."""
 CLIP_NORM, LR = 1.0, 1e-4
 SPLIT = "params=bf16, master=split"
 STEPS_TO_CAPTURE = 6
@@ -100,7 +97,7 @@ class ZooTrial:
 
     model: str
     way: str
-    mode: str
+    mode: Execution
 
     def __str__(self) -> str:
         return f"{self.model}, {self.way}, {self.mode}"
@@ -121,7 +118,7 @@ def trials(models: Iterable[str], *, ways: Iterable[str], modes: Iterable[str]) 
         if way.kind != "liger" or get_entry(model).liger
     ]
     if not rows:
-        raise RecipeError(
+        raise ConfigError(
             f"--ways {shlex.join(ways)} --modes {' '.join(modes)} selects no row. torchao has only "
             "compiled rows, and only ours have graphed ones."
         )
@@ -166,10 +163,10 @@ def _graphed_step(run: Prepared, built: BuiltModel) -> Step:
     return step
 
 
-def _our_step(built: BuiltModel, policy: str, mode: str) -> tuple[Step, dict[str, Any]]:
+def _our_step(built: BuiltModel, policy: str, mode: Execution) -> tuple[Step, dict[str, Any]]:
     model, loss_fn, inputs = built.model, built.loss_fn, built.inputs
-    optimizer, running = _optimizer(model), RUNNING[mode]
-    run = prepare(model, optimizer, policy=policy, clip_norm=CLIP_NORM, running=running)
+    optimizer = _optimizer(model)
+    run = prepare(model, optimizer, policy=policy, clip_norm=CLIP_NORM, execution=mode)
     about = {
         "policy": str(run.plan.policy),
         "update_path": run.update_path,
@@ -181,7 +178,7 @@ def _our_step(built: BuiltModel, policy: str, mode: str) -> tuple[Step, dict[str
     forward = _compiled(model) if mode == "compiled" else model
 
     def step() -> Tensor:
-        with run.compute():
+        with run.autocast():
             loss = loss_fn(forward, *inputs)
         run.step(loss)
         return loss.detach()
@@ -235,9 +232,9 @@ def _apply_liger(model: nn.Module) -> None:
 
 def _known(requested: Iterable[str], known: Iterable[str], option: str) -> tuple[str, ...]:
     """Return the requested words, or all; raises for unknown ones."""
-    words, names = tuple(requested), tuple(known)
-    for word in words:
+    chosen, names = tuple(requested), tuple(known)
+    for word in chosen:
         if word not in names:
             quoted = ", ".join(shlex.quote(name) for name in names)
-            raise RecipeError(f"{option} must be some of {quoted}, got {word}.")
-    return words or names
+            raise ConfigError(f"{option} must be some of {quoted}, got {word}.")
+    return chosen or names

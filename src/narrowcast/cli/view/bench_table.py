@@ -37,11 +37,11 @@ def print_figures(console: Console, figures: Figures) -> None:
             "" if first is None else f"{first:.1f} s",
         )
     data = figures.data
-    words = " ".join([data["recipe"], *data["overrides"]])
+    command = " ".join([data["recipe"], *data["overrides"]])
     torch_version = data["environment"]["torch"]
     _print(
         console,
-        f"bench step · {words} · {data['device']} · torch {torch_version} · "
+        f"bench step · {command} · {data['device']} · torch {torch_version} · "
         f"against {figures.baseline.name}",
         table,
     )

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from narrowcast.cli.view.screen import say
-from narrowcast.precision.plan.fusing import lines_of
+from narrowcast.precision.plan.fusing import piece_lines
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.report.layers import Layer, bare_reason, layers, width
 from narrowcast.report.phrases import count, large, size
@@ -53,7 +53,7 @@ def print_plan(console: Console, plan: Plan, *, title: str, every: bool) -> None
     parameters = sum(module.parameters for module in plan.modules)
     say(console, "in all", f"{count(len(modules), 'module')}, {large(parameters)} parameters")
     say(console, "memory", _memory(described["bytes"]))
-    for name, text in [*plan.memory.lines, *lines_of(plan.fused)]:
+    for name, text in [*plan.memory.lines, *piece_lines(plan.fused)]:
         say(console, name, text)
 
 

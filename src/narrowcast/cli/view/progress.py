@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from narrowcast.cli.view.screen import is_live
-from narrowcast.cli.view.strategy import told
+from narrowcast.cli.view.strategy import strategy_line
 from narrowcast.runner.progress import measures, numbers
 from narrowcast.runs import (
     EvalRecord,
@@ -54,20 +54,20 @@ class RunDisplay:
             case StepRecord():
                 self.tally = self.tally.after(record)
                 if not record.applied:
-                    why = f"step {record.step} skipped: {record.why}"
+                    why = f"step {record.step} skipped: {record.skip_reason}"
                     self._skips.tell(lambda more: self.warn(why + more))
                 self._meter.update(self.tally, self._numbers())
             case EvalRecord():
                 self.metrics = record.metrics
-                found = measures(self.task, record.metrics)
-                self._print(Text(f"step {record.step} evaluated: {found}"))
+                result = measures(self.task, record.metrics)
+                self._print(Text(f"step {record.step} evaluated: {result}"))
             case FindingRecord():
                 where = f"{record.module}: " if record.module else ""
                 rest = f"; {record.remedy}" if record.remedy else ""
                 trouble = f"step {record.step}: {where}{record.what}: {record.why}{rest}"
                 self._findings.tell(lambda more: self.warn(trouble + more))
             case StrategyRecord():
-                if text := told(record, self.task):
+                if text := strategy_line(record, self.task):
                     self._print(Text(text))
             case PrecisionRecord():
                 what = "policy" if record.module == "*" else record.module
@@ -166,14 +166,14 @@ class _Sparingly:
     """Passes on the first few of many like lines, then one now and then with a count."""
 
     def __init__(self) -> None:
-        self._told = self._untold = 0
+        self._shown = self._untold = 0
         self._last = 0.0
 
     def tell(self, line: Callable[[str], None]) -> None:
         """Call `line` with what to add to it, or count it for the next time."""
         now = time.monotonic()
-        if self._told >= TOLD_AT_ONCE and now < self._last + LINE_SECONDS:
+        if self._shown >= TOLD_AT_ONCE and now < self._last + LINE_SECONDS:
             self._untold += 1
             return
         line(f" (and {self._untold} more before it)" if self._untold else "")
-        self._told, self._untold, self._last = self._told + 1, 0, now
+        self._shown, self._untold, self._last = self._shown + 1, 0, now

@@ -15,16 +15,16 @@ def print_strategy(console: Console, row: Mapping[str, Any] | None) -> None:
     """Say what a strategy does and what it keeps; nothing for plain training."""
     if row is None:
         return
-    kept = {name: size(n) for name, n in row["bytes"].items() if n}
-    more = "; ".join(f"{name} {n}" for name, n in kept.items())
+    stored = {name: size(n) for name, n in row["bytes"].items() if n}
+    more = "; ".join(f"{name} {n}" for name, n in stored.items())
     say(
         console, "strategy", f"{row['name']}, {row['preset']}" + (f"; keeps {more}" if more else "")
     )
-    for sentence in row["told"]:
+    for sentence in row["lines"]:
         say(console, "", sentence)
 
 
-def told(record: StrategyRecord, task: TaskInfo) -> str:
+def strategy_line(record: StrategyRecord, task: TaskInfo) -> str:
     """Write what a strategy did in one line; nothing where that is no news."""
     match record.event:
         case "phase":

@@ -17,9 +17,9 @@ from narrowcast.runner.progress import measures
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.tally import Tally
 from narrowcast.runs.task_info import TaskInfo
-from narrowcast.strategies.hybrid.phase_formats import policies_of
+from narrowcast.strategies.hybrid.phase_formats import phase_policies
 from narrowcast.training.checkpoints.export import RunEnd
-from narrowcast.training.phase_plans import phases_of
+from narrowcast.training.phase_plans import get_phases
 
 
 def introduce(
@@ -29,7 +29,9 @@ def introduce(
     parameters = sum(module.parameters for module in plan.modules)
     title = Text(recipe.name or recipe.workload, style="bold")
     console.print(title.append(f"  {recipe.description}", style="not bold"))
-    batch = f"{recipe.accumulate} × " if recipe.accumulate > 1 else ""
+    batch = (
+        f"{recipe.gradient_accumulation_steps} × " if recipe.gradient_accumulation_steps > 1 else ""
+    )
     epochs = f" ({count(recipe.epochs, 'epoch')})" if recipe.epochs else ""
     course = f"{count(recipe.steps, 'step')}{epochs} of {batch}{count(recipe.batch_size, 'sample')}"
     say(console, "model", f"{large(parameters)} parameters, {course}")
@@ -42,9 +44,9 @@ def introduce(
 
 def formats(recipe: Recipe, plan: Plan) -> str:
     """Say which policy a run has, and how much of it is native or emulated, and why."""
-    name, text = phases_of(recipe.precision)[0].policy, str(plan.policy)
+    name, text = get_phases(recipe.precision)[0].policy, str(plan.policy)
     if recipe.strategy.has_phase_policies:
-        name = policies_of(recipe.strategy, recipe.precision.policy)["warmup"]
+        name = phase_policies(recipe.strategy, recipe.precision.policy)["warmup"]
     written = text if name == text else f"{name} ({text})"
     ways = Counter(module.how for module in plan.modules)
     parts = [f"{n} {'module' if n == 1 else 'modules'} {how}" for how, n in ways.items()]
@@ -76,7 +78,7 @@ def conclude(
     word = ("diverged", "bold red") if diverged else ("done", "bold green")
     console.print(Text.assemble(word, text))
     if end.why:
-        say(console, "note", capital(end.told))
+        say(console, "note", capital(end.ending_text))
     if metrics:
         say(console, "evaluated", Text(measures(task, metrics), style="bold"))
     say_command(console, "report", str(page))
@@ -91,7 +93,9 @@ def conclude(
 
 def already_done(console: Console, folder: Path, *, end: RunEnd) -> None:
     """Say that a run has nothing left to do, and how to give it more."""
-    done = f"finished: it {end.told}" if end.why else f"finished its {count(end.step, 'step')}"
+    done = (
+        f"finished: it {end.ending_text}" if end.why else f"finished its {count(end.step, 'step')}"
+    )
     console.print(f"the run in {folder} has {done}", soft_wrap=True)
     say_command(console, "report", str(folder / "report.html"))
     _suggest_more(console, folder, end=end)
@@ -99,5 +103,5 @@ def already_done(console: Console, folder: Path, *, end: RunEnd) -> None:
 
 def _suggest_more(console: Console, folder: Path, *, end: RunEnd) -> None:
     if end.why or end.extendable:
-        more = "eval.patience=0" if end.why else f"steps={2 * end.asked}"
+        more = "eval.patience=0" if end.why else f"steps={2 * end.requested_steps}"
         say_command(console, "go on", f"{resume_command(folder)} {more}")

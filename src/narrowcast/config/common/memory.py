@@ -7,13 +7,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from narrowcast.config.limits import MOST_ENTRIES
-from narrowcast.config.section import Section, refuse_conflicts
+from narrowcast.config.section import Section, check_conflicts
 
 
 class MemorySection(Section):
     """What is computed again or kept on the host, to need less memory on the device."""
 
-    checkpoint: Literal["none", "blocks", "selective"] = Field(
+    activation_checkpointing: Literal["none", "blocks", "selective"] = Field(
         default="none",
         description="what the backward pass computes again: whole blocks, or all in them but "
         "products and attention (selective)",
@@ -33,7 +33,14 @@ class MemorySection(Section):
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
         """Refuse to name blocks by which nothing is done."""
-        if self.blocks and self.checkpoint == "none" and "activations" not in self.offload:
-            text = "nothing is done by block; write checkpoint=blocks too, or leave blocks out"
-            refuse_conflicts([(("blocks", "checkpoint"), text)])
+        if (
+            self.blocks
+            and self.activation_checkpointing == "none"
+            and "activations" not in self.offload
+        ):
+            text = (
+                "no block-wise memory saving is active; set activation_checkpointing=blocks too, "
+                "or leave blocks out"
+            )
+            check_conflicts([(("blocks", "activation_checkpointing"), text)])
         return self

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from narrowcast.config.limits import MOST_STEPS
 from narrowcast.config.phases import PolicyText
-from narrowcast.config.section import Section, refuse_conflicts
+from narrowcast.config.section import Section, check_conflicts
 
 PresetName = Literal["conservative", "balanced", "aggressive"]
 PhaseName = Literal["warmup", "full", "predict", "correct"]
@@ -30,10 +30,10 @@ class LookaheadSection(Section):
     enabled: bool | None = Field(
         default=None, description="none: as the preset has it; conservative has none"
     )
-    pull: float = Field(
+    interpolation: float = Field(
         default=0.9, gt=0, le=1, description="how far the point lies from the newest to the average"
     )
-    share: float = Field(
+    rate: float = Field(
         default=0.05, gt=0, le=1, description="how far the average goes to the newest in a step"
     )
     storage: Literal["fp32", "bf16"] = Field(
@@ -114,7 +114,7 @@ class StrategySection(Section):
         description="conservative: averages read out; balanced: a point ahead too; aggressive: "
         "jumps too",
     )
-    stretch: float = Field(
+    lr_horizon: float = Field(
         default=1.4,
         ge=1,
         le=LONGEST_STRETCH,
@@ -148,8 +148,10 @@ class StrategySection(Section):
     @property
     def has_lookahead(self) -> bool:
         """Whether gradients are taken at a point ahead."""
-        asked = self.lookahead.enabled
-        return self.is_hybrid and (self.preset != "conservative" if asked is None else asked)
+        requested = self.lookahead.enabled
+        return self.is_hybrid and (
+            self.preset != "conservative" if requested is None else requested
+        )
 
     @property
     def lookahead_after(self) -> int:
@@ -184,7 +186,7 @@ class StrategySection(Section):
     def _is_obeyed(self) -> Self:
         """Refuse settings that nothing heeds."""
         if self.name == "none":
-            refuse_conflicts(
+            check_conflicts(
                 [
                     ((key, "name"), f"plain training has no {key}; write strategy=hybrid too")
                     for key in self._other_than_default()
@@ -192,7 +194,7 @@ class StrategySection(Section):
             )
             return self
         if self.enabled:
-            refuse_conflicts([*self._unused_by_jumps(), *self._unused_by_others()])
+            check_conflicts([*self._unused_by_jumps(), *self._unused_by_others()])
         return self
 
     def _unused_by_jumps(self) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import DivergedError
+from narrowcast.health.diagnose.diagnosis import Diagnosis
 from narrowcast.health.diagnose.passes import ReplayInputs
 from narrowcast.health.diagnose.replay import replay
-from narrowcast.health.diagnose.verdict import Verdict
 from narrowcast.health.faults.faults import Faults, StepFaults
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
@@ -46,15 +46,15 @@ class Investigator:
     def __init__(
         self,
         prepared: Prepared,
-        loss_of: Callable[[Any], Tensor],
+        loss_fn: Callable[[Any], Tensor],
         *,
-        verdicts: bool,
+        diagnose: bool,
         faults: Faults | None = None,
         backward: Callable[[Tensor, int], None] | None = None,
     ) -> None:
         """Look into steps whose loss `loss_of` a batch is, and `backward` as `replay` takes it."""
-        self._prepared, self._loss_of, self._backward = prepared, loss_of, backward
-        self._verdicts, self._faults = verdicts, faults
+        self._prepared, self._loss_fn, self._backward = prepared, loss_fn, backward
+        self._verdicts, self._faults = diagnose, faults
         self._replays = self._row = 0
         self._named = ""
         self._explained = False
@@ -83,28 +83,28 @@ class Investigator:
         `known` is what the step log has found in it; with a verdict that is one finding.
         """
         injected = self.faults_at(step)
-        told = [] if injected is None else _announced(step, injected)
+        lines = [] if injected is None else _announced(step, injected)
         if outcome.applied and math.isfinite(loss):
             self._named = ""
             self.begin_row()
-            return StepDiagnosis(why="", findings=[*told, *known], injected=injected is not None)
+            return StepDiagnosis(why="", findings=[*lines, *known], injected=injected is not None)
         # A rehearsal is no part of a row: what it shows is not what is wrong with other steps.
         self._row += injected is None
         # A rehearsal is there to be looked into.
         due = injected is not None or self._is_due(step)
-        why, verdict, later = outcome.why, None, ""
+        why, verdict, later = outcome.skip_reason, None, ""
         if replay_inputs is not None and due:
             later = ", with the weights of a later step," if moved() else ""
             verdict, why = self._look_into(outcome, replay_inputs, injected, later=later)
         if verdict is None:
-            told += known
+            lines += known
         else:
-            self._named = f"In step {step} {verdict.told}: {verdict.advice(loss_scale=1.0)}"
+            self._named = f"In step {step} {verdict.sentence}: {verdict.advice(loss_scale=1.0)}"
             finding = _finding(step, verdict, outcome, later=later)
-            told += [_joined(finding, each, verdict, outcome) for each in known] or [finding]
+            lines += [_joined(finding, each, verdict, outcome) for each in known] or [finding]
         if injected is not None:
             return StepDiagnosis(
-                why=why, findings=told, explained=verdict is not None, injected=True
+                why=why, findings=lines, explained=verdict is not None, injected=True
             )
         if verdict is not None:
             # What is wrong with the model is so in the next step too; another batch may be fine.
@@ -112,7 +112,7 @@ class Investigator:
             self._overflowed_at = verdict.overflowed_at
         explained = verdict is not None or self._explained
         return StepDiagnosis(
-            why=why, findings=told, explained=explained, overflowed_at=self._overflowed_at
+            why=why, findings=lines, explained=explained, overflowed_at=self._overflowed_at
         )
 
     def begin_row(self) -> None:
@@ -152,7 +152,7 @@ class Investigator:
         injected: StepFaults | None,
         *,
         later: str,
-    ) -> tuple[Verdict | None, str]:
+    ) -> tuple[Diagnosis | None, str]:
         """Replay a step; return the verdict, if there is one, and the reason for its record."""
         self._replays += 1
         try:
@@ -160,16 +160,16 @@ class Investigator:
             verdict = replay(
                 self._prepared,
                 replay_inputs,
-                self._loss_of,
+                self._loss_fn,
                 around=around,
                 backward=self._backward,
             )
         except torch.OutOfMemoryError:
             # Eager passes hold more than those of a compiled, or captured, step.
             torch.cuda.empty_cache()
-            return None, _with(outcome.why, "no memory was left for a replay")
+            return None, _with(outcome.skip_reason, "no memory was left for a replay")
         if verdict is None:
-            return None, _with(outcome.why, f"a replay{later} did not show it")
+            return None, _with(outcome.skip_reason, f"a replay{later} did not show it")
         scale = _scale_change(outcome)
         why = f"not finite: {verdict.where}{scale and '; loss ' + scale}"
         return verdict, "" if outcome.applied else why
@@ -178,7 +178,7 @@ class Investigator:
         return self._row % AGAIN == 1 and self._replays + 1 <= FREE + SHARE * step
 
 
-def _finding(step: int, verdict: Verdict, outcome: Outcome, *, later: str) -> FindingRecord:
+def _finding(step: int, verdict: Diagnosis, outcome: Outcome, *, later: str) -> FindingRecord:
     scale = _scale_change(outcome)
     skipped = f"the step is skipped{scale and '; ' + scale}"
     return FindingRecord(
@@ -187,14 +187,14 @@ def _finding(step: int, verdict: Verdict, outcome: Outcome, *, later: str) -> Fi
         module=verdict.module,
         role=verdict.role,
         what=verdict.what,
-        why=verdict.told + (f"; so seen in a replay{later.rstrip(',')}" if later else ""),
+        why=verdict.sentence + (f"; so seen in a replay{later.rstrip(',')}" if later else ""),
         action="" if outcome.applied else skipped,
         advice=verdict.advice(loss_scale=outcome.loss_scale),
     )
 
 
 def _joined(
-    finding: FindingRecord, logged: FindingRecord, verdict: Verdict, outcome: Outcome
+    finding: FindingRecord, logged: FindingRecord, verdict: Diagnosis, outcome: Outcome
 ) -> FindingRecord:
     """Tell once of an overflow to which no scale gives way: how it began, and what follows."""
     at_floor = logged.what == AT_FLOOR

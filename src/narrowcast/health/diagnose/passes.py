@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.hardware.randomness import RandomState, drawing_from
-from narrowcast.health.diagnose.apart import weights_of_several_uses
-from narrowcast.health.diagnose.given import Extreme, arguments_zeroed, extremes_of, zeroed
-from narrowcast.health.diagnose.places import Formats, Place, written
+from narrowcast.health.diagnose.diagnosis import Diagnosis
+from narrowcast.health.diagnose.inputs import Extreme, arguments_zeroed, find_extremes, zeroed
+from narrowcast.health.diagnose.locations import Formats, Location, written
+from narrowcast.health.diagnose.per_use_aliases import weights_of_several_uses
 from narrowcast.health.diagnose.recording import Recorder, Seen
-from narrowcast.health.diagnose.verdict import Verdict
 from narrowcast.health.statistics.watched import probes_off
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
@@ -51,7 +51,7 @@ class Passes:
 
     prepared: Prepared
     inputs: ReplayInputs
-    loss_of: Callable[[Any], Tensor]
+    loss_fn: Callable[[Any], Tensor]
     around: Around | None
     backward: Callable[[Tensor, int], None] | None
 
@@ -62,7 +62,7 @@ class Passes:
         zero: Collection[Extreme] = (),
         scales: Sequence[Tensor] | None = None,
         extremes: list[Extreme] | None = None,
-    ) -> Verdict | None:
+    ) -> Diagnosis | None:
         """Take the passes and say where they went wrong first; None where they do not.
 
         `plan` is in force instead of the run's, zeros in the place of what is in `zero`, and
@@ -93,7 +93,7 @@ class Passes:
         several: Collection[nn.Parameter] = (),
         extremes: list[Extreme] | None = None,
         find: set[nn.Parameter] | None = None,
-    ) -> Verdict | None:
+    ) -> Diagnosis | None:
         """Take the passes once; `find` gets the weights of several uses in those that failed."""
         prepared, engine = self.prepared, self.prepared.engine
         with contextlib.ExitStack() as stack:
@@ -110,7 +110,7 @@ class Passes:
                 )
                 if verdict is not None:
                     if extremes is not None:
-                        extremes += extremes_of(batch, recorder.calls)
+                        extremes += find_extremes(batch, recorder.calls)
                     return verdict
             return _look_at_sums(prepared, Formats(plan), self._count)
 
@@ -127,15 +127,15 @@ class Passes:
         zero: Collection[Extreme],
         several: Collection[nn.Parameter],
         find: set[nn.Parameter] | None,
-    ) -> Verdict | None:
-        given = zeroed(batch, zero) if zero else batch
+    ) -> Diagnosis | None:
+        settings = zeroed(batch, zero) if zero else batch
         faults = contextlib.nullcontext() if self.around is None else self.around(number)
         clean = arguments_zeroed(self.prepared.model, zero) if zero else contextlib.nullcontext()
         with faults, contextlib.ExitStack() as stack:  # in this order: a fault is to be seen
-            with clean, self.prepared.compute():
+            with clean, self.prepared.autocast():
                 stack.enter_context(recorder.watching(several))  # and what is zeroed, as zeros
                 with recorder.forward():
-                    loss = self.loss_of(given)
+                    loss = self.loss_fn(settings)
             recorder.see_loss(loss)
             self._backpropagate(loss)
         seen = recorder.read()
@@ -144,8 +144,8 @@ class Passes:
             return None
         if find is not None:
             find |= weights_of_several_uses(self.prepared.model, loss)
-        return Verdict(
-            place=seen[first].place,
+        return Diagnosis(
+            location=seen[first].location,
             amax=seen[first].amax,
             micro_batch=number,
             micro_batches=self._count,
@@ -175,9 +175,9 @@ def _first(seen: Sequence[Seen]) -> int | None:
     An infinity below, which passes for a mask's, was none if it is there until something breaks.
     """
     first = next((i for i, each in enumerate(seen) if each.is_bad), None)
-    if first is None or seen[first].place.in_backward:
+    if first is None or seen[first].location.in_backward:
         return first
-    flowing = [i for i in range(first) if seen[i].flows and seen[i].place.role != "weight"]
+    flowing = [i for i in range(first) if seen[i].flows and seen[i].location.role != "weight"]
     for i in reversed(flowing):
         if math.isfinite(seen[i].amax):
             break
@@ -185,21 +185,21 @@ def _first(seen: Sequence[Seen]) -> int | None:
     return first
 
 
-def _look_at_sums(prepared: Prepared, formats: Formats, count: int) -> Verdict | None:
+def _look_at_sums(prepared: Prepared, formats: Formats, count: int) -> Diagnosis | None:
     """Find gradients that were fine in each micro-batch, and are not all together."""
-    found: list[tuple[Place, Tensor]] = []
+    matches: list[tuple[Location, Tensor]] = []
     for parameter, name in formats.holders(prepared.model).items():
         if parameter.grad is not None:
             norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
-            found.append((formats.place(name, "grad_weight"), norm))
-    if not found:
+            matches.append((formats.location(name, "grad_weight"), norm))
+    if not matches:
         return None
-    norms = torch.stack([norm for _, norm in found]).tolist()
+    norms = torch.stack([norm for _, norm in matches]).tolist()
     if math.isfinite(sum(norm * norm for norm in norms)) and max(norms) ** 2 < 3.4e38:
         return None
     largest = max(range(len(norms)), key=lambda i: _badness(norms[i]))
-    return Verdict(
-        place=found[largest][0],
+    return Diagnosis(
+        location=matches[largest][0],
         amax=norms[largest],
         micro_batch=count,
         micro_batches=count,
@@ -213,21 +213,21 @@ def _badness(norm: float) -> float:
 
 def _evidence(seen: Sequence[Seen], first: int) -> str:
     """Say what was seen around the first bad number."""
-    place, before = seen[first].place, seen[:first]
-    match place.role:
+    location, before = seen[first].location, seen[:first]
+    match location.role:
         case "input":
             last = _last(before, roles=("output",))
             if last is None:
                 return "it came into the model like that"
-            return f"made between {last.place.module or 'the model'} and it"
+            return f"made between {last.location.module or 'the model'} and it"
         case "output":
-            return _operands(before, place.module)
+            return _operands(before, location.module)
         case "loss":
             return "every output before it was finite"
         case "grad_weight" if seen[first].summed:
             return "what each use of this weight made was finite, and their sum is not"
         case "grad_weight":
-            amax = _largest(before, place.module, "grad_output")
+            amax = _largest(before, location.module, "grad_output")
             return "" if amax is None else f"from a grad_output of {written(amax)}"
         case "grad_output":
             return "every gradient nearer the loss was finite"
@@ -237,25 +237,25 @@ def _evidence(seen: Sequence[Seen], first: int) -> str:
 
 def _operands(before: Sequence[Seen], module: str) -> str:
     """Say what a module made its output from."""
-    found = {role: _largest(before, module, role) for role in ("input", "weight")}
-    parts = [f"{role} of {written(amax)}" for role, amax in found.items() if amax is not None]
+    results = {role: _largest(before, module, role) for role in ("input", "weight")}
+    parts = [f"{role} of {written(amax)}" for role, amax in results.items() if amax is not None]
     if len(parts) < 2:
         return ""
-    held = found["input"] is not None and not math.isfinite(found["input"])
+    held = results["input"] is not None and not math.isfinite(results["input"])
     return f"from {' and '.join(parts)}" + ("" if held else ", both finite")
 
 
 def _neighbour(seen: Sequence[Seen], first: int) -> str | None:
     """Return the module whose number of the kind was seen last before the first bad one."""
-    role = seen[first].place.role
+    role = seen[first].location.role
     last = _last(seen[:first], roles=("output",) if role == "input" else (role,))
-    return None if last is None else last.place.module
+    return None if last is None else last.location.module
 
 
 def _last(seen: Sequence[Seen], *, roles: Iterable[str]) -> Seen | None:
-    return next((each for each in reversed(seen) if each.place.role in roles), None)
+    return next((each for each in reversed(seen) if each.location.role in roles), None)
 
 
 def _largest(seen: Sequence[Seen], module: str, role: str) -> float | None:
-    found = [s.amax for s in seen if s.place.module == module and s.place.role == role]
-    return max(found) if found else None
+    result = [s.amax for s in seen if s.location.module == module and s.location.role == role]
+    return max(result) if result else None

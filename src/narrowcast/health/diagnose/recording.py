@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.health.diagnose.apart import apart
-from narrowcast.health.diagnose.given import Call
-from narrowcast.health.diagnose.places import Formats, Place
+from narrowcast.health.diagnose.inputs import Call
+from narrowcast.health.diagnose.locations import Formats, Location
+from narrowcast.health.diagnose.per_use_aliases import per_use_aliases
 from narrowcast.precision.nested import tensors_in
 from narrowcast.precision.plan.roles import Role
 
@@ -25,7 +25,7 @@ from narrowcast.precision.plan.roles import Role
 class Seen:
     """What was seen at a place."""
 
-    place: Place
+    location: Location
     amax: float
     """The largest magnitude; NaN where any number was NaN."""
     judged: float
@@ -38,7 +38,7 @@ class Seen:
     @property
     def is_bad(self) -> bool:
         """Whether something was not finite, or so large that it soon will not be."""
-        return not self.judged <= self.place.limit
+        return not self.judged <= self.location.limit
 
 
 class Recorder:
@@ -46,7 +46,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module, formats: Formats) -> None:
         self._model, self._formats = model, formats
-        self._seen: list[tuple[Place, Tensor, bool, bool]] = []
+        self._seen: list[tuple[Location, Tensor, bool, bool]] = []
         self._in_forward, self._depth = False, 0
         self.calls: list[Call] = []
         """What modules were given by somebody who is none of the model's, in these passes."""
@@ -67,12 +67,12 @@ class Recorder:
             ]
         for parameter, name in holders.items():
             if parameter.requires_grad:
-                see = partial(self._see, self._formats.place(name, "grad_weight"))
+                see = partial(self._see, self._formats.location(name, "grad_weight"))
                 hook = partial(see, summed=parameter in several)
                 self._handles.append(parameter.register_hook(hook))
         self._depth, self.calls = 0, []
         try:
-            with apart(self._model, several, self._see_use):
+            with per_use_aliases(self._model, several, self._see_use):
                 yield
         finally:
             for handle in self._handles:
@@ -91,7 +91,7 @@ class Recorder:
 
     def see_loss(self, loss: Tensor) -> None:
         """Look at the loss."""
-        self._see(Place("", "loss"), loss)
+        self._see(Location("", "loss"), loss)
 
     def read(self) -> list[Seen]:
         """Return what was seen since this was last asked. Waits for the device."""
@@ -100,14 +100,14 @@ class Recorder:
             return []
         numbers = torch.stack([number for _, number, *_ in seen]).tolist()
         pairs = zip(seen, numbers, strict=True)
-        return [Seen(place, *both, *told) for (place, _, *told), both in pairs]
+        return [Seen(position, *both, *lines) for (position, _, *lines), both in pairs]
 
     def _see_weights(self) -> None:
         """Look at the weights that have changed since they were last looked at."""
         for parameter, name in self._formats.holders(self._model).items():
             if self._versions.get(id(parameter)) != parameter._version:
                 self._versions[id(parameter)] = parameter._version
-                self._see(self._formats.place(name, "weight"), parameter)
+                self._see(self._formats.location(name, "weight"), parameter)
 
     def _see_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
@@ -119,29 +119,29 @@ class Recorder:
 
     def _see_outputs(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
-        place = self._formats.place(name, "grad_output")
+        location = self._formats.location(name, "grad_output")
         for tensor in tensors_in(output):
             if self._in_forward:
                 self._see_forward(name, "output", tensor)
             if tensor.requires_grad:
                 # A module that is not planned may return the product of its own code.
-                in_fp16 = not place.format and tensor.dtype == torch.float16
-                seen_at = replace(place, format="fp16") if in_fp16 else place
+                in_fp16 = not location.format and tensor.dtype == torch.float16
+                seen_at = replace(location, format="fp16") if in_fp16 else location
                 self._handles.append(tensor.register_hook(partial(self._see, seen_at)))
 
     def _see_use(self, name: str, gradient: Tensor) -> None:
-        self._see(self._formats.place_of_use(name), gradient)
+        self._see(self._formats.use_location(name), gradient)
 
     def _see_forward(self, name: str, role: Role, tensor: Tensor) -> None:
-        place = self._formats.place(name, role)
+        location = self._formats.location(name, role)
         # What no gradient flows through may be a mask, which holds infinities of its own, below;
         # and a module that makes no product may be what masks, or the softmax after it.
         flows = tensor.requires_grad or not torch.is_grad_enabled()
-        self._see(place, tensor, from_above=not flows or not place.format, flows=flows)
+        self._see(location, tensor, from_above=not flows or not location.format, flows=flows)
 
     def _see(
         self,
-        place: Place,
+        location: Location,
         tensor: Tensor,
         *,
         from_above: bool = False,
@@ -160,4 +160,4 @@ class Recorder:
             low, high = (value.float() for value in torch.aminmax(values))
             amax = torch.maximum(-low, high)
             both = torch.stack([amax, high if from_above else amax])
-            self._seen.append((place, both, flows, summed))
+            self._seen.append((location, both, flows, summed))

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from narrowcast.errors import UnsupportedError
+from narrowcast.health.diagnose.diagnosis import Diagnosis, Remedy
 from narrowcast.health.diagnose.passes import Passes
-from narrowcast.health.diagnose.verdict import Remedy, Verdict
 from narrowcast.precision.plan.fusing import AUTO, NONE
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import Policy
@@ -25,7 +25,7 @@ RANKS = {"fp32": 2, "bf16": 1, "tf32": 1}
 """Formats by what they can hold; all others are below."""
 
 
-def find_remedy(verdict: Verdict, passes: Passes) -> Remedy | None:
+def find_remedy(verdict: Diagnosis, passes: Passes) -> Remedy | None:
     """Return what makes the passes finite, with as few modules changed as were found to suffice.
 
     None where not even fp32 does. Waits for the device.
@@ -44,7 +44,7 @@ def find_remedy(verdict: Verdict, passes: Passes) -> Remedy | None:
             again = trials.of(candidate)
             if again is None:
                 return trials.remedy(candidate)
-            if not again.is_same_place(current):
+            if not again.has_same_location(current):
                 policy, current = candidate, again  # that one is healed, and shows the next
                 break
         else:
@@ -55,7 +55,7 @@ def find_remedy(verdict: Verdict, passes: Passes) -> Remedy | None:
 class Trials:
     """Passes in other formats, with the smallest loss scale: what that heals, no format need."""
 
-    def __init__(self, passes: Passes, verdict: Verdict) -> None:
+    def __init__(self, passes: Passes, verdict: Diagnosis) -> None:
         self._passes, self._plan, self._verdict = passes, passes.prepared.plan, verdict
         settings, scales = passes.prepared.loss_scale, passes.inputs.scales
         smallest = None if settings is None else settings.min_scale if settings.dynamic else 1.0
@@ -70,7 +70,7 @@ class Trials:
         """Say whether the passes are finite in the formats in force with the smallest scale."""
         return self._can_be_lower and self._passes.take(scales=self._lowest) is None
 
-    def of(self, policy: Policy) -> Verdict | None:
+    def of(self, policy: Policy) -> Diagnosis | None:
         """Take the passes under a policy; where they cannot be, they are what they were."""
         try:
             return self._passes.take(plan=self._planned(policy), scales=self._lowest)
@@ -106,12 +106,12 @@ class Trials:
             hardware=plan.hardware,
             emulate=plan.emulate or None,
             fuse=fuse,
-            memory=plan.memory.asked,
-            running=plan.running,
+            memory=plan.memory.requested,
+            execution=plan.execution,
         )
 
 
-def _candidates(policy: Policy, verdict: Verdict) -> Iterator[Policy]:
+def _candidates(policy: Policy, verdict: Diagnosis) -> Iterator[Policy]:
     """Yield policies that may heal a verdict, those that change least first."""
     for wider in ("bf16", "fp32"):
         for name in _suspects(verdict):
@@ -119,7 +119,7 @@ def _candidates(policy: Policy, verdict: Verdict) -> Iterator[Policy]:
                 yield widened(policy, name, wider)
 
 
-def _suspects(verdict: Verdict) -> list[str]:
+def _suspects(verdict: Diagnosis) -> list[str]:
     """Return the modules whose formats a bad number may have been made in, the likeliest first."""
     module, around = verdict.module, verdict.module.rpartition(".")[0]
     made_before = [] if verdict.neighbour is None else [verdict.neighbour]

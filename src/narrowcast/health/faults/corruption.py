@@ -23,14 +23,14 @@ def corrupted(tensor: Tensor, value: str, *, index: int) -> Tensor:
     highest bit of the exponent: numbers below 1 become huge, those from 2 up become tiny).
     """
     copy = tensor.clone()
-    corrupt(copy.data, value, spot=spot_of(copy, index))  # autograd is not to know
+    corrupt(copy.data, value, spot=unravel(copy, index))  # autograd is not to know
     return copy
 
 
-def spot_of(tensor: Tensor, index: int) -> tuple[int, ...]:
+def unravel(tensor: Tensor, index: int) -> tuple[int, ...]:
     """Return where a number is; `index` counts through the tensor, and round again."""
-    place = torch.unravel_index(torch.tensor(index % tensor.numel()), tensor.shape)
-    return tuple(int(i) for i in place)
+    location = torch.unravel_index(torch.tensor(index % tensor.numel()), tensor.shape)
+    return tuple(int(i) for i in location)
 
 
 def corrupt(tensor: Tensor, value: str, *, spot: tuple[int, ...]) -> None:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
-from narrowcast.health.faults.corruption import corrupt, corrupted, spot_of
+from narrowcast.errors import ConfigError
+from narrowcast.health.faults.corruption import corrupt, corrupted, unravel
 from narrowcast.precision.nested import map_tensors, tensors_in
 from narrowcast.precision.plan.roles import ROLES
 
@@ -104,7 +104,7 @@ class StepFaults:
             yield
         for hit in hits:
             if not hit.times:
-                raise RecipeError(
+                raise ConfigError(
                     f"faults: step {hit.planned.fault.step}: {hit.planned.name} has no floating-"
                     f"point {hit.planned.fault.role} in its passes; choose another role or module"
                 )
@@ -154,7 +154,7 @@ def _installed(planned: _Planned) -> Iterator[_Hit]:
 @contextlib.contextmanager
 def _weight_corrupted(hit: _Hit) -> Iterator[None]:
     weight = own_weight(hit.planned.module)
-    spot = spot_of(weight, hit.planned.index)
+    spot = unravel(weight, hit.planned.index)
     before = weight.detach()[spot].clone()
     # Torch is to know, here and below: a copy of the weight in fp8 has to be made anew.
     with torch.no_grad():
@@ -221,18 +221,18 @@ def _gradient_struck(hit: _Hit, value: Any) -> None:
 def _one_module(model: nn.Module, fault: Fault) -> str:
     """Return the name of the one module a fault means, or refuse it."""
     names = [name for name, _ in model.named_modules()]
-    found = [fault.module] if fault.module in names else []
-    found = found or [name for name in names if fnmatchcase(name, fault.module)]
+    matches = [fault.module] if fault.module in names else []
+    matches = matches or [name for name in names if fnmatchcase(name, fault.module)]
     where = f"faults: step {fault.step}: module={fault.module!r}"
-    if len(found) != 1:
-        few = ", ".join(found[:3])
-        many = f"matches {len(found)} modules ({few}, …)" if found else "matches no module"
-        raise RecipeError(f"{where} {many}; write one name that `narrowcast plan` lists")
-    module = model.get_submodule(found[0])
+    if len(matches) != 1:
+        few = ", ".join(matches[:3])
+        many = f"matches {len(matches)} modules ({few}, …)" if matches else "matches no module"
+        raise ConfigError(f"{where} {many}; write one name that `narrowcast plan` lists")
+    module = model.get_submodule(matches[0])
     trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
     if fault.role in ("weight", "grad_weight") and not trained:
         others = ", ".join(role for role in ROLES if not role.endswith("weight"))
-        raise RecipeError(f"{where} has no weight that is trained; choose role={others}")
+        raise ConfigError(f"{where} has no weight that is trained; choose role={others}")
     if fault.role == "input" and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        raise RecipeError(f"{where} takes whole numbers; choose role=output or role=weight")
-    return found[0]
+        raise ConfigError(f"{where} takes whole numbers; choose role=output or role=weight")
+    return matches[0]

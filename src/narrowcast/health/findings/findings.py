@@ -15,7 +15,7 @@ from narrowcast.health.findings.rules import (
     NEAR_ZERO,
     REMEMBERED,
     RULES,
-    Seen,
+    TensorHistory,
     Trouble,
     first_nonfinite,
     percent,
@@ -56,50 +56,52 @@ class Findings:
         `scaling` are the settings of the loss scale, if there is one, and it was `loss_scale`.
         """
         seen = {(s.module, s.role): s for s in self._tensors(record)}
-        words = self.wording()
-        found = [t for s in seen.values() for rule in RULES for t in rule(s, words)]
+        terms = self.wording()
+        matches = [t for s in seen.values() for rule in RULES for t in rule(s, terms)]
         # A weight has a gradient only if some of its output has one, which a sample may miss.
         learning = {s.module for s in seen.values() if s.role == "grad_weight" and s.amax > 0}
-        found = [t for t in found if t[::2][:2] != ("dead", "grad_output") or t[1] not in learning]
-        found += first_nonfinite([*seen.values()], words)
-        too_low = [] if scaling is None else [*low([*seen.values()], loss_scale, scaling, words)]
+        matches = [
+            t for t in matches if t[::2][:2] != ("dead", "grad_output") or t[1] not in learning
+        ]
+        matches += first_nonfinite([*seen.values()], terms)
+        too_low = [] if scaling is None else [*low([*seen.values()], loss_scale, scaling, terms)]
         fp16 = {key for key, s in seen.items() if s.format == "fp16"}
         # One finding for the scale, rather than one for every tensor that it is too low for.
-        implied = [t for t in found if too_low and t.kind == "vanishing" and t[1:3] in fp16]
+        implied = [t for t in matches if too_low and t.kind == "vanishing" and t[1:3] in fp16]
         self._implied = [t[:3] for t in implied]
         for key, tensor in seen.items():
             self._amax.setdefault(key, deque(maxlen=REMEMBERED)).append(tensor.amax)
-        asked = {rule.__name__ for rule in RULES} | {"nonfinite", low.__name__}
-        told = [t for t in found if t not in implied] + too_low
-        return self._told(told, step=record.step, asked=asked)
+        requested = {rule.__name__ for rule in RULES} | {"nonfinite", low.__name__}
+        lines = [t for t in matches if t not in implied] + too_low
+        return self._new_findings(lines, step=record.step, requested=requested)
 
     def step(self, record: StepRecord, *, scaling: LossScale | None = None) -> list[FindingRecord]:
         """Take in a step; return the issues that begin with it."""
         at_floor = [] if scaling is None else [*floor(record.loss_scale, scaling, self.wording())]
-        fresh = self._told(at_floor, step=record.step, asked={floor.__name__})
+        fresh = self._new_findings(at_floor, step=record.step, requested={floor.__name__})
         # Of an overflow at the floor the step log tells, and of the floor with it.
         return (fresh if record.applied else []) + self._of_losses(record)
 
     def _of_losses(self, record: StepRecord) -> list[FindingRecord]:
-        found = []
-        told = spike(record.loss, self._losses)
-        if told:
-            words = self.wording()
-            advice = f"look at the data of this step, or try a lower {words.lr}, or {words.clip}"
-            found.append(Trouble("spike", "", "loss", "loss spike", told, advice))
+        result = []
+        message = spike(record.loss, self._losses)
+        if message:
+            names = self.wording()
+            advice = f"look at the data of this step, or try a lower {names.lr}, or {names.clip}"
+            result.append(Trouble("spike", "", "loss", "loss spike", message, advice))
         if record.applied and math.isfinite(record.loss):
             self._losses.append(record.loss)
-        asked = {"spike"}
+        request = {"spike"}
         self._highest_lr = max(self._highest_lr, record.lr)  # NaN, of an optimizer without, is not
         if record.lost_updates is not None:
-            asked.add("lost")
+            request.add("lost")
             # A learning rate of zero is meant so: schedules begin or end with one.
             if record.lost_updates > LOST and record.lr != 0 and not self._is_resting(record.lr):
                 why = f"{percent(record.lost_updates)} of the updates round to nothing"
-                found.append(
+                result.append(
                     Trouble("lost", "", "update", "lost updates", why, _finer(self.wording()))
                 )
-        return self._told(found, step=record.step, asked=asked)
+        return self._new_findings(result, step=record.step, requested=request)
 
     def _is_resting(self, lr: float) -> bool:
         """Say whether a schedule is near zero, where fp32 itself loses updates."""
@@ -122,9 +124,9 @@ class Findings:
         self._highest_lr = state.get("highest_lr", 0.0)
         self._active = {(m, r, w): (since, calm) for m, r, w, since, calm in state["active"]}
 
-    def _tensors(self, record: HealthRecord) -> Iterator[Seen]:
+    def _tensors(self, record: HealthRecord) -> Iterator[TensorHistory]:
         for i, (module, role) in enumerate(zip(record.module, record.role, strict=True)):
-            yield Seen(
+            yield TensorHistory(
                 module=module,
                 role=role,
                 format=record.format[i],
@@ -136,11 +138,13 @@ class Findings:
                 past=tuple(self._amax.get((module, role), ())),
             )
 
-    def _told(self, found: Sequence[Trouble], *, step: int, asked: set[str]) -> list[FindingRecord]:
+    def _new_findings(
+        self, matched: Sequence[Trouble], *, step: int, requested: set[str]
+    ) -> list[FindingRecord]:
         """Return those that begin now; let those go whose rules were asked and say no more."""
-        there = {t[:3] for t in found}
+        there = {t[:3] for t in matched}
         for key, (since, calm) in list(self._active.items()):
-            if key[0] not in asked:
+            if key[0] not in requested:
                 continue
             if key in there:
                 self._active[key] = since, 0
@@ -149,7 +153,7 @@ class Findings:
             else:
                 self._active[key] = since, calm + 1
         fresh = []
-        for trouble in found:
+        for trouble in matched:
             if trouble[:3] not in self._active:
                 self._active[trouble[:3]] = step, 0
                 fresh.append(_finding(trouble, step))
@@ -170,12 +174,12 @@ def _finding(trouble: Trouble, step: int) -> FindingRecord:
     )
 
 
-def _finer(words: Wording) -> str:
+def _finer(terms: Wording) -> str:
     """Say how fewer updates are lost, in the formats that are in force."""
-    if _keeps_all_digits(words):
-        return f"all digits of fp32 are kept already: try a higher {words.lr}"
+    if _keeps_all_digits(terms):
+        return f"all digits of fp32 are kept already: try a higher {terms.lr}"
     return "try master=split (or kahan, stochastic) in the policy"
 
 
-def _keeps_all_digits(words: Wording) -> bool:
-    return words.policy.params == "fp32" or words.policy.master in ("fp32", "split")
+def _keeps_all_digits(terms: Wording) -> bool:
+    return terms.policy.params == "fp32" or terms.policy.master in ("fp32", "split")

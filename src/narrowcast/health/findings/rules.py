@@ -33,7 +33,7 @@ CALM = 3
 EIGHT_BITS = frozenset({"e4m3", "e5m2", "e2m1", "mxfp8", "nvfp4"})
 
 
-class Seen(NamedTuple):
+class TensorHistory(NamedTuple):
     """One tensor of one look."""
 
     module: str
@@ -60,17 +60,17 @@ class Trouble(NamedTuple):
     advice: str
 
 
-Rule = Callable[[Seen, Wording], Iterator[Trouble]]
+Rule = Callable[[TensorHistory, Wording], Iterator[Trouble]]
 """Looks at one tensor, and writes as its owner does."""
 
 
-def overflow(seen: Seen, words: Wording) -> Iterator[Trouble]:
+def overflow(seen: TensorHistory, terms: Wording) -> Iterator[Trouble]:
     """Values beyond a format that does not saturate."""
     if seen.format not in EIGHT_BITS and seen.overflow > 0:
-        yield _overflowing(seen, seen.overflow, words)
+        yield _overflowing(seen, seen.overflow, terms)
 
 
-def saturation(seen: Seen, words: Wording) -> Iterator[Trouble]:
+def saturation(seen: TensorHistory, names: Wording) -> Iterator[Trouble]:
     """Values beyond an 8-bit format, which become its largest."""
     if seen.format in EIGHT_BITS and seen.overflow > SATURATED:
         yield Trouble(
@@ -79,14 +79,14 @@ def saturation(seen: Seen, words: Wording) -> Iterator[Trouble]:
             seen.role,
             f"saturation of {seen.format}",
             f"{percent(seen.overflow)} of the values, largest {seen.amax:.3g}",
-            f"try {_wider(seen, words)}",
+            f"try {_wider(seen, names)}",
         )
 
 
-def vanishing(seen: Seen, words: Wording) -> Iterator[Trouble]:
+def vanishing(seen: TensorHistory, terms: Wording) -> Iterator[Trouble]:
     """Gradients that round to zero."""
     if seen.role in GRADIENTS and seen.underflow > VANISHED:
-        larger = f"a larger {words.loss_scale('max_scale')}, if nothing overflows, or "
+        larger = f"a larger {terms.loss_scale('max_scale')}, if nothing overflows, or "
         scaled = larger if seen.format == "fp16" else ""
         yield Trouble(
             "vanishing",
@@ -94,11 +94,11 @@ def vanishing(seen: Seen, words: Wording) -> Iterator[Trouble]:
             seen.role,
             f"gradients below {seen.format}",
             f"{percent(seen.underflow)} of the values round to zero",
-            f"try {scaled}{_wider(seen, words)}",
+            f"try {scaled}{_wider(seen, terms)}",
         )
 
 
-def dead(seen: Seen, words: Wording) -> Iterator[Trouble]:
+def dead(seen: TensorHistory, terms: Wording) -> Iterator[Trouble]:
     """A module that gives or gets nothing but zeros, look after look."""
     if seen.role not in ("output", "grad_output") or seen.amax > 0 or seen.nonfinite:
         return
@@ -109,11 +109,11 @@ def dead(seen: Seen, words: Wording) -> Iterator[Trouble]:
             seen.role,
             "dead layer",
             f"its {seen.role.replace('_', ' ')} is zero",
-            f"look at the activation before it, or try a lower {words.lr}",
+            f"look at the activation before it, or try a lower {terms.lr}",
         )
 
 
-def drift(seen: Seen, words: Wording) -> Iterator[Trouble]:
+def drift(seen: TensorHistory, terms: Wording) -> Iterator[Trouble]:
     """A largest magnitude that has grown far beyond what it was; gradients leap by themselves.
 
     A sample contains a rare large value in some readings and misses it in others, which is no
@@ -132,11 +132,11 @@ def drift(seen: Seen, words: Wording) -> Iterator[Trouble]:
             seen.role,
             "magnitudes grow",
             f"largest {seen.amax:.3g}, usually {usual:.3g}",
-            f"try a lower {words.lr}, or {words.clip}, or watch it",
+            f"try a lower {terms.lr}, or {terms.clip}, or watch it",
         )
 
 
-def first_nonfinite(seen: Sequence[Seen], words: Wording) -> Iterator[Trouble]:
+def first_nonfinite(seen: Sequence[TensorHistory], terms: Wording) -> Iterator[Trouble]:
     """Name where what is not finite began, of all tensors in the model's order.
 
     Everything after it in the forward pass is not finite either, and then all gradients; where only
@@ -150,9 +150,9 @@ def first_nonfinite(seen: Sequence[Seen], words: Wording) -> Iterator[Trouble]:
     first = forward[0] if forward else bad[-1]
     arrived = first is seen[0] and first.role == "input"
     if first.format == "fp16" and not arrived and first.role not in ("weight", "update"):
-        yield _overflowing(first, first.nonfinite, words)
+        yield _overflowing(first, first.nonfinite, terms)
     else:
-        yield _not_finite(first, words, arrived=arrived)
+        yield _not_finite(first, terms, arrived=arrived)
 
 
 RULES: tuple[Rule, ...] = (overflow, saturation, vanishing, dead, drift)
@@ -170,38 +170,38 @@ def spike(loss: float, past: Sequence[float]) -> str:
     return ""
 
 
-def _overflowing(seen: Seen, share: float, words: Wording) -> Trouble:
+def _overflowing(seen: TensorHistory, share: float, terms: Wording) -> Trouble:
     return Trouble(
         "overflow",
         seen.module,
         seen.role,
         f"overflow of {seen.format}",
         f"{percent(share)} of the values, largest {seen.amax:.3g}",
-        f"try {_wider(seen, words)}",
+        f"try {_wider(seen, terms)}",
     )
 
 
-def _not_finite(seen: Seen, words: Wording, *, arrived: bool) -> Trouble:
+def _not_finite(seen: TensorHistory, terms: Wording, *, arrived: bool) -> Trouble:
     """Tell of NaN or infinities that no wider format would have held."""
     if arrived:
         advice = "look at the data: it came into the model like that"
     elif seen.role in ("weight", "update"):
-        advice = f"go back to an earlier checkpoint, and try a lower {words.lr}"
+        advice = f"go back to an earlier checkpoint, and try a lower {terms.lr}"
     else:
         advice = (
-            f"look at the data, try a lower {words.lr}, or ask narrowcast.explain what came first"
+            f"look at the data, try a lower {terms.lr}, or ask narrowcast.explain what came first"
         )
     share = f"{percent(seen.nonfinite)} of the values are NaN or infinite"
     return Trouble("nonfinite", seen.module, seen.role, "not finite", share, advice)
 
 
-def _wider(seen: Seen, words: Wording) -> str:
+def _wider(seen: TensorHistory, terms: Wording) -> str:
     """Say how a module gets the format above the one in force."""
     wider = "fp32" if seen.format in ("bf16", "tf32") else "bf16"
     # What goes into a module not finite was made by the code around it, in that one's format.
     made_outside = seen.role == "input" and seen.nonfinite > 0
     module = seen.module.rpartition(".")[0] if made_outside else seen.module
-    return words.wider(module, wider)
+    return terms.wider(module, wider)
 
 
 def percent(share: float) -> str:

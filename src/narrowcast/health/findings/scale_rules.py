@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from narrowcast.health.findings.rules import Seen, Trouble, percent
+from narrowcast.health.findings.rules import TensorHistory, Trouble, percent
 from narrowcast.numerics import FP16
 from narrowcast.precision.gradients.loss_scale import LossScale, power_of_two_below
 from narrowcast.precision.plan.roles import GRADIENTS
@@ -14,7 +14,7 @@ SPARE = 16.0
 """A suggested scale leaves so much above the largest gradient seen: samples miss the rarest."""
 
 
-def floor(scale: float, settings: LossScale, words: Wording) -> Iterator[Trouble]:
+def floor(scale: float, settings: LossScale, terms: Wording) -> Iterator[Trouble]:
     """A scale that overflows have brought down to its smallest value."""
     if settings.dynamic and scale <= settings.min_scale < settings.init_scale:
         yield Trouble(
@@ -25,13 +25,13 @@ def floor(scale: float, settings: LossScale, words: Wording) -> Iterator[Trouble
             f"overflows have brought it from {settings.init_scale:g} down to {scale:g}, and it may "
             "not go lower",
             "try bf16 for the modules that the skipped steps name"
-            f"{' (precision.overrides)' if words.in_recipe else ''}, or a smaller "
-            f"{words.loss_scale('min_scale')}",
+            f"{' (precision.overrides)' if terms.in_recipe else ''}, or a smaller "
+            f"{terms.loss_scale('min_scale')}",
         )
 
 
 def low(
-    seen: Sequence[Seen], scale: float, settings: LossScale, words: Wording
+    seen: Sequence[TensorHistory], scale: float, settings: LossScale, names: Wording
 ) -> Iterator[Trouble]:
     """Gradients lost at the lower end of fp16, while at its upper end there is room.
 
@@ -44,8 +44,8 @@ def low(
     worst = max(gradients, key=_below)
     possible = power_of_two_below(min(settings.max_scale, scale * FP16.largest / (SPARE * largest)))
     if _below(worst) > LOW and possible > scale:
-        initial = words.loss_scale("init_scale", f"{possible:g}")
-        setting = words.loss_scale("growth_interval")
+        initial = names.loss_scale("init_scale", f"{possible:g}")
+        setting = names.loss_scale("growth_interval")
         interval = f" or a {setting} below {settings.growth_interval}"
         yield Trouble(
             "low",
@@ -59,5 +59,5 @@ def low(
         )
 
 
-def _below(seen: Seen) -> float:
+def _below(seen: TensorHistory) -> float:
     return seen.underflow + seen.subnormal

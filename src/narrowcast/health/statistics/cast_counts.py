@@ -25,8 +25,8 @@ class CastCounts:
 
     def __init__(self, model: nn.Module, tensors: Sequence[tuple[str, str, str]]) -> None:
         """Find the counts of tensors, each a module's name, a role and a format."""
-        found = [(i, _history(model, *tensor), tensor[1]) for i, tensor in enumerate(tensors)]
-        counted = [(i, history, OPERANDS.index(role)) for i, history, role in found if history]
+        matches = [(i, _history(model, *tensor), tensor[1]) for i, tensor in enumerate(tensors)]
+        counted = [(i, history, OPERANDS.index(role)) for i, history, role in matches if history]
         self._whole = next((history.whole for _, history, _ in counted), None)
         if self._whole is not None:
             device = self._whole.counts.device

@@ -8,7 +8,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from narrowcast.health.statistics.sites import Site
+from narrowcast.health.statistics.sites import TensorSite
 from narrowcast.kernels.tables import upload
 from narrowcast.numerics import BlockFormat, Format, format_named
 
@@ -25,7 +25,7 @@ class Counting(Protocol):
 class Grouping:
     """The samples of some tensors, by what they are rounded to."""
 
-    def __init__(self, sites: Sequence[Site]) -> None:
+    def __init__(self, sites: Sequence[TensorSite]) -> None:
         groups: defaultdict[_Kind, list[int]] = defaultdict(list)
         for i, site in enumerate(sites):
             groups[_kind(site)].append(i)
@@ -55,7 +55,7 @@ class _Kind:
     scaling: str
 
 
-def _kind(site: Site) -> _Kind:
+def _kind(site: TensorSite) -> _Kind:
     target = format_named(site.format)
     if isinstance(target, BlockFormat):
         return _Kind(target.element, "block")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from narrowcast.health.statistics.cast_counts import CastCounts
 from narrowcast.health.statistics.grouping import Grouping
 from narrowcast.health.statistics.sampling import SAMPLE, Offsets
-from narrowcast.health.statistics.sites import Site, site_of
-from narrowcast.health.statistics.watched import ATTRIBUTES, Switch, Watched
+from narrowcast.health.statistics.sites import TensorSite, make_site
+from narrowcast.health.statistics.watched import ATTRIBUTES, MonitoredModules, Switch
 from narrowcast.health.statistics.weight_samples import WeightSamples
 from narrowcast.health.statistics.what_if import WhatIf
 from narrowcast.numerics import BlockFormat, format_named
@@ -29,7 +29,7 @@ from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.roles import ROLES, roundings
-from narrowcast.precision.step.checks import refuse_watched
+from narrowcast.precision.step.checks import check_not_monitored
 from narrowcast.precision.swap import set_class, swap
 
 
@@ -51,27 +51,27 @@ class Probes:
         Without it, only modules whose formats have blocks are sampled so: single values tell more
         of everything else.
         """
-        refuse_watched(model, doing="watch()")
-        self.sites: list[Site] = []
+        check_not_monitored(model, doing="watch()")
+        self.sites: list[TensorSite] = []
         self.switch = Switch()
         self._device = next(model.parameters()).device
         self.offsets = Offsets(self._device, seed=seed)
         """Where samples are taken; drawn anew for each reading, before its passes."""
         self._before: dict[nn.Module, type[nn.Module]] = {}
-        self._seen_at: dict[Site, nn.Module] = {}
+        self._seen_at: dict[TensorSite, nn.Module] = {}
         # By the module that runs: a chain runs for its first and its last layer.
         taken: dict[nn.Module, dict[str, Tensor | None]] = {}
         in_runs_at: set[nn.Module] = set()
         chained = _ends_of_chains(model)
         multiplying = [each for each in plan.modules if multiplies(each.kind)]
-        kept = {c.name: w for c in multiplying if (w := _trained_weight(model, c)) is not None}
+        stored = {c.name: w for c in multiplying if (w := _trained_weight(model, c)) is not None}
         blocks = {
             each.name
             for each in multiplying
             if in_runs or _has_blocks(each.policy, (supposed or {}).get(each.name))
         }
         self.weights = WeightSamples(
-            list(kept.values()), self.offsets, in_runs=[name in blocks for name in kept]
+            list(stored.values()), self.offsets, in_runs=[name in blocks for name in stored]
         )
         for each in multiplying:
             module = model.get_submodule(each.name)
@@ -85,16 +85,16 @@ class Probes:
                 for role in ("output", "grad_output"):
                     site = self._add(each, role)
                     there[f"nc_{role}"], self._seen_at[site] = site.sample, exit_
-            if each.name in kept:
-                row = list(kept).index(each.name)
+            if each.name in stored:
+                row = list(stored).index(each.name)
                 for role, samples in self.weights.by_role.items():
                     self._add(each, role, sample=samples[row])
         nothing = dict.fromkeys(("nc_input", "nc_output", "nc_grad_output"))
         for module, attributes in taken.items():
             self._before[module] = type(module)
             offsets = self.offsets.runs if module in in_runs_at else self.offsets.single
-            given = {**nothing, **attributes, "nc_offsets": offsets, "nc_unseen": ()}
-            swap(module, Watched, nc_switch=self.switch, **given)
+            settings = {**nothing, **attributes, "nc_offsets": offsets, "nc_unseen": ()}
+            swap(module, MonitoredModules, nc_switch=self.switch, **settings)
         self.grouping = Grouping(self.sites)
         self.counts = CastCounts(model, [(s.module, s.role, s.format) for s in self.sites])
         """What casts to fp8 have lost, where that is counted."""
@@ -126,10 +126,12 @@ class Probes:
                 del module.__dict__["nc_plain_class"]
         self._before.clear()
 
-    def _add(self, module_plan: ModulePlan, role: str, *, sample: Tensor | None = None) -> Site:
+    def _add(
+        self, module_plan: ModulePlan, role: str, *, sample: Tensor | None = None
+    ) -> TensorSite:
         if sample is None:
             sample = torch.zeros(SAMPLE, device=self._device)
-        site = site_of(module_plan.name, role, module_plan.policy, sample=sample)
+        site = make_site(module_plan.name, role, module_plan.policy, sample=sample)
         self.sites.append(site)
         return site
 

@@ -74,20 +74,20 @@ class Reading:
         both = [(site, row, name) for site, row, name, seen in every if seen]
         ran = {s.module for s, row, _ in both if s.role in ("input", "output") and _is_there(row)}
         # Zeros tell something only where a module has been called and something could come of it.
-        told = [
+        lines = [
             (s, row, name)
             for s, row, name in both
             if _is_there(row) or (s.module in ran and s.role in ("output", "grad_output"))
         ]
-        if not told:
+        if not lines:
             return None
-        columns = {name: tuple(row[i] for _, row, _ in told) for i, name in enumerate(COLUMNS)}
+        columns = {name: tuple(row[i] for _, row, _ in lines) for i, name in enumerate(COLUMNS)}
         snr = tuple(None if math.isnan(value) else value for value in columns.pop("snr_db"))
         return HealthRecord(
             step=self._step,
-            module=tuple(site.module for site, _, _ in told),
-            role=tuple(site.role for site, _, _ in told),
-            format=tuple(name for _, _, name in told),
+            module=tuple(site.module for site, _, _ in lines),
+            role=tuple(site.role for site, _, _ in lines),
+            format=tuple(name for _, _, name in lines),
             snr_db=snr,
             **columns,
         )
@@ -97,12 +97,12 @@ class Reading:
         if self._counts is None:
             return []
         counts = self._counts.wait().tolist()
-        found = []
+        result = []
         there = [i for i, row in enumerate(rows) if self._seen[i] and _is_there(row)]
         for i in sorted(there, key=lambda i: _signal(rows[i]))[:WORST]:
             lowest, bins = trimmed([int(count) for count in counts[i]])
             site = self._sites[i]
-            found.append(
+            result.append(
                 ExponentRecord(
                     step=self._step,
                     module=site.module,
@@ -112,7 +112,7 @@ class Reading:
                     counts=bins,
                 )
             )
-        return found
+        return result
 
 
 def _is_there(row: Sequence[float]) -> bool:
@@ -122,7 +122,7 @@ def _is_there(row: Sequence[float]) -> bool:
 
 def _signal(row: Sequence[float]) -> float:
     """Return how much is left of a tensor: what is not finite or lost is worse than any noise."""
-    told = dict(zip(COLUMNS, row, strict=True))
-    lost = told["nonfinite"] + told["overflow"] + told["underflow"]
-    snr = told["snr_db"]
+    info = dict(zip(COLUMNS, row, strict=True))
+    lost = info["nonfinite"] + info["overflow"] + info["underflow"]
+    snr = info["snr_db"]
     return (math.inf if math.isnan(snr) else snr) - 1000 * lost

@@ -29,9 +29,9 @@ def statistics(samples: Tensor, target: Format, *, scaling: str = "none") -> Ten
     whole sample, or for `block` of each run of 128. A scale for each row is taken as one of the
     sample, so that a layer with it may do better than told.
     """
-    given = samples.float()
-    finite = given.isfinite()
-    x = torch.nan_to_num(given, 0.0, 0.0, 0.0)
+    inputs = samples.float()
+    finite = inputs.isfinite()
+    x = torch.nan_to_num(inputs, 0.0, 0.0, 0.0)
     magnitude = x.abs()
     scale = None if scaling == "none" else _scales(x, target, scaling)
     scaled = magnitude if scale is None else magnitude * scale
@@ -117,5 +117,5 @@ def _smallest_above_zero(magnitude: Tensor) -> Tensor:
     """Return the smallest number above zero of each row, by its bits; zero where there is none."""
     # As integers, magnitudes have the same order. One less, zero becomes the largest.
     below = (magnitude.view(torch.int32) - 1).bitwise_and_(0x7FFFFFFF).amin(1)
-    found = (below.clamp(max=0x7FFFFFFE) + 1).view(torch.float32)
-    return torch.where(below == 0x7FFFFFFF, 0.0, found)
+    result = (below.clamp(max=0x7FFFFFFE) + 1).view(torch.float32)
+    return torch.where(below == 0x7FFFFFFF, 0.0, result)

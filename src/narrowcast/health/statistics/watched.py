@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from narrowcast.health.statistics.sampling import take, tap
 from narrowcast.kernels.launch import is_capturing
 from narrowcast.precision.nested import map_tensors
-from narrowcast.precision.swap import Onlooker
+from narrowcast.precision.swap import Probe
 
 ATTRIBUTES = (
     "nc_switch",
@@ -35,7 +35,7 @@ class Switch:
     on: bool = True
 
 
-class Watched(Onlooker):
+class MonitoredModules(Probe):
     """The mixin that makes a module such a one."""
 
     nc_switch: Switch
@@ -87,7 +87,7 @@ class Watched(Onlooker):
 @contextlib.contextmanager
 def probes_off(model: nn.Module) -> Iterator[None]:
     """Let eager passes inside the block leave no samples."""
-    switches = [each.nc_switch for each in model.modules() if isinstance(each, Watched)]
+    switches = [each.nc_switch for each in model.modules() if isinstance(each, MonitoredModules)]
     before = [switch.on for switch in switches]
     for switch in switches:
         switch.on = False
@@ -109,7 +109,7 @@ def _first(value: Any) -> Tensor | None:
     else:
         return None
     for item in items:
-        found = _first(item)
-        if found is not None:
-            return found
+        result = _first(item)
+        if result is not None:
+            return result
     return None

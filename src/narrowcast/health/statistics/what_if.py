@@ -11,7 +11,7 @@ from torch import Tensor
 
 from narrowcast.health.findings.rules import EIGHT_BITS, SATURATED, VANISHED
 from narrowcast.health.statistics.grouping import Grouping
-from narrowcast.health.statistics.sites import Site, site_of
+from narrowcast.health.statistics.sites import TensorSite, make_site
 from narrowcast.health.statistics.statistics import COLUMNS, statistics
 from narrowcast.numerics import FP16
 from narrowcast.precision.plan.policy import Policy
@@ -25,9 +25,9 @@ ROOM = 2.0
 class WhatIf:
     """The samples of some sites, as if their modules had other policies."""
 
-    def __init__(self, sites: Sequence[Site], policies: Mapping[str, Policy]) -> None:
+    def __init__(self, sites: Sequence[TensorSite], policies: Mapping[str, Policy]) -> None:
         self.sites = [
-            site_of(site.module, site.role, policies[site.module], sample=site.sample)
+            make_site(site.module, site.role, policies[site.module], sample=site.sample)
             for site in sites
             if site.module in policies and site.role != "update"
         ]
@@ -39,20 +39,20 @@ class WhatIf:
 
 
 def unsafe_to_lower(
-    sites: Sequence[Site], rows: Sequence[Sequence[float]], *, scaled: bool
+    sites: Sequence[TensorSite], rows: Sequence[Sequence[float]], *, scaled: bool
 ) -> Iterator[str]:
     """Yield the modules whose sites would not hold what was seen, each once.
 
     `scaled`: a loss scale gives way to gradients that are too large.
     """
-    told = set()
+    message = set()
     for site, row in zip(sites, rows, strict=True):
-        if site.module not in told and not _fits(site, row, scaled=scaled):
-            told.add(site.module)
+        if site.module not in message and not _fits(site, row, scaled=scaled):
+            message.add(site.module)
             yield site.module
 
 
-def _fits(site: Site, row: Sequence[float], *, scaled: bool) -> bool:
+def _fits(site: TensorSite, row: Sequence[float], *, scaled: bool) -> bool:
     lost = dict(zip(COLUMNS, row, strict=True))
     gradient = site.role in GRADIENTS
     if gradient and ROOM * lost["underflow"] > VANISHED:

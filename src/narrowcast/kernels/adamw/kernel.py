@@ -33,12 +33,12 @@ from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.adamw.programs import begin, update
-from narrowcast.kernels.adamw.twin import AT_HOME, Ahead, Hyper, Weight, share_of
+from narrowcast.kernels.adamw.twin import AT_HOME, Ahead, Hyper, Weight, lost_fraction
 from narrowcast.kernels.launch import Launcher, interpreted, is_capturing
 from narrowcast.kernels.tables import (
     ALIGNMENT,
     HostTable,
-    Places,
+    TensorAddresses,
     chunk_table,
     is_aligned,
     upload,
@@ -118,7 +118,7 @@ class AdamKernel:
         # A gradient has as many elements as its weight, so of it only the address is asked.
         self._states_aligned = [is_aligned(*w.tensors) for w in weights]
         self._own_makes = [w.make for w in weights]
-        self._found: tuple[list[int], list[torch.dtype | None]] = [], []
+        self._lost_counts: tuple[list[int], list[torch.dtype | None]] = [], []
         self._makes: list[_Make] = []
         self._launches: list[_Launch] = []
         self._captured: list[list[_Launch]] = []
@@ -165,7 +165,7 @@ class AdamKernel:
         factor: Tensor | None,
         finite: Tensor | None,
         metered: bool,
-        places: Places | None = None,
+        places: TensorAddresses | None = None,
     ) -> Tensor | None:
         """Update all weights that have gradients, their averages and leads; none if not `finite`.
 
@@ -173,13 +173,13 @@ class AdamKernel:
         memory as their weights do; where they are is looked up, unless `places` say so. Returns
         lost over due updates if they are to be counted.
         """
-        addresses, dtypes, table = _places_of(gradients, places)
-        found = addresses, dtypes
-        if found != self._found:
-            makes = self._makes_of(addresses, dtypes)
+        addresses, dtypes, table = _gradient_addresses(gradients, places)
+        matches = addresses, dtypes
+        if matches != self._lost_counts:
+            makes = self._kernel_variants(addresses, dtypes)
             if makes != self._makes:
                 self._makes, self._launches = makes, self._cut(makes)
-            self._found = found
+            self._lost_counts = matches
         if table is None:
             table = self._gradients.tensor
             self._gradients.write(addresses)
@@ -195,13 +195,13 @@ class AdamKernel:
                 (*each.makes, self._coupled, metered, *each.tiling),
                 num_warps=each.warps,
             )
-        return share_of(self.counts()) if metered else None
+        return lost_fraction(self.counts()) if metered else None
 
     def counts(self) -> Tensor:
         """Return how many updates the last step has lost, and how many were due."""
         return torch.stack([(self._counters & 0xFFFFFFFF).sum(), (self._counters >> 32).sum()])
 
-    def _makes_of(
+    def _kernel_variants(
         self, addresses: Sequence[int], dtypes: Sequence[torch.dtype | None]
     ) -> list[_Make]:
         """Return the make of each weight; gradients lie elsewhere in many a step, so without calls.
@@ -224,14 +224,14 @@ class AdamKernel:
             tiling = self._tiling or TILINGS[moments]
             mine = [i for i, other in enumerate(makes) if other == make]
             chunks = chunk_table(sizes, mine, chunk=tiling.chunk)
-            makes_of = TYPES[dtype], TYPES[gradient], master, moments, averaged, lead
+            variant = TYPES[dtype], TYPES[gradient], master, moments, averaged, lead
             for full in (True, False):
                 rows = chunks[(chunks[:, 2] == tiling.chunk) == full]
                 if len(rows):
                     launch = _Launch(
                         chunks=upload(rows, self._device),
                         programs=len(rows),
-                        makes=makes_of,
+                        makes=variant,
                         tiling=(aligned, full, tiling.chunk, not interpreted()),
                         warps=tiling.warps,
                     )
@@ -271,8 +271,8 @@ class _Launch:
     warps: int
 
 
-def _places_of(
-    gradients: Sequence[Tensor | None], places: Places | None
+def _gradient_addresses(
+    gradients: Sequence[Tensor | None], places: TensorAddresses | None
 ) -> tuple[list[int], list[torch.dtype | None], Tensor | None]:
     """Return the addresses and dtypes of gradients: every weight's in every step.
 
@@ -280,19 +280,19 @@ def _places_of(
     gradient; torch's empty tensors are at 0 too, and their steps count.
     """
     there = [g for g in gradients if g is not None]
-    if places is None or not places.are_of(there):
-        places = Places(there, list(map(Tensor.data_ptr, there)), list(map(_DTYPE, there)))
+    if places is None or not places.matches(there):
+        places = TensorAddresses(there, list(map(Tensor.data_ptr, there)), list(map(_DTYPE, there)))
     addresses, dtypes, table = places.addresses, places.dtypes, places.table
     if 0 in addresses:
         addresses, table = [address or 1 for address in addresses], None
     if len(there) == len(gradients):
         return addresses, [*dtypes], table
-    found = iter(zip(addresses, dtypes, strict=True))
-    both = [(0, None) if g is None else next(found) for g in gradients]
+    result = iter(zip(addresses, dtypes, strict=True))
+    both = [(0, None) if g is None else next(result) for g in gradients]
     return [address for address, _ in both], [dtype for _, dtype in both], None
 
 
 def _addresses(w: Weight) -> list[int]:
     scales = [w.first_scale, w.second_scale]
-    held = [w.weight, w.beside, w.first, w.second, *scales, w.step, w.average]
+    held = [w.weight, w.residual, w.first, w.second, *scales, w.step, w.average]
     return [0 if tensor is None else tensor.data_ptr() for tensor in held]

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from narrowcast.kernels.adamw.twin import HEADROOM, MULTIPLIERS, SMALLEST_SCALE
 from narrowcast.kernels.instruction import instruction
-from narrowcast.kernels.words import ZERO, last_bytes, plus_zero, signed_bytes
+from narrowcast.kernels.packed_bytes import ZERO, last_bytes, plus_zero, signed_bytes
 
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
 ABOVE_ONE = tl.constexpr(HEADROOM)

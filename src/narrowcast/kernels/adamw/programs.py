@@ -20,7 +20,7 @@ from narrowcast.kernels.adamw.numbers import (
     root,
     scattered,
 )
-from narrowcast.kernels.words import halves, joined
+from narrowcast.kernels.packed_bytes import halves, joined
 
 
 @triton.jit
@@ -41,9 +41,9 @@ def begin(
     WIDTH: tl.constexpr,
 ):
     """Move the step counts of what is to be updated, and work out its coefficients."""
-    place = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    mask = place < count
-    t = place.to(tl.int64)
+    location = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    mask = location < count
+    t = location.to(tl.int64)
     live = mask & (tl.load(gradients + t, mask=mask, other=0) != 0) & (tl.load(finite) != 0)
     step_at = tl.load(addresses + t * 8 + 6, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     step = tl.load(step_at, mask=live, other=0.0) + 1.0
@@ -76,7 +76,9 @@ def begin(
     tl.store(out + 8, (lr * decay * decoupled).to(tl.float32), mask=mask)
     tl.store(out + 9, (decay * (1.0 - decoupled)).to(tl.float32), mask=mask)
     tl.store(out + 10, live.to(tl.float32), mask=mask)
-    seed = mix(step.to(tl.int32).to(tl.uint32) * 0x9E3779B9 ^ mix((place + before).to(tl.uint32)))
+    seed = mix(
+        step.to(tl.int32).to(tl.uint32) * 0x9E3779B9 ^ mix((location + before).to(tl.uint32))
+    )
     tl.store(seeds + t, seed.to(tl.int32, bitcast=True), mask=mask)
     if tl.program_id(0) == 0:
         slot = tl.arange(0, PLACES)
@@ -126,7 +128,7 @@ def update(
     SECOND: tl.constexpr = tl.uint8 if MOMENTS == "int8" else FIRST
     gradient = _pointer(gradients + t, GRADIENT, ALIGNED) + first
     weight = _pointer(row, WEIGHT, ALIGNED) + first
-    beside = _pointer(row + 1, BESIDE, ALIGNED) + first
+    extra = _pointer(row + 1, BESIDE, ALIGNED) + first
     first_moment = _pointer(row + 2, FIRST, ALIGNED) + first
     second_moment = _pointer(row + 3, SECOND, ALIGNED) + first
     if AVERAGED:
@@ -144,10 +146,10 @@ def update(
     # A chunk that is full needs no mask, which would cost an operation in ten.
     mask = None if FULL else at < left
     g = load(gradient + at, mask).to(tl.float32)
-    at_weight, at_beside = weight + at, beside + at
+    at_weight, at_extra = weight + at, extra + at
     at_first, at_second = first_moment + at, second_moment + at
 
-    old, stored, missing = _weight(at_weight, at_beside, mask, STORED, MASTER, NATIVE)
+    old, stored, missing = _weight(at_weight, at_extra, mask, STORED, MASTER, NATIVE)
     if MOMENTS == "int8":
         at_scale = number.to(tl.int64) * (CHUNK // 256) + rows
         first_scale = _pointer(row + 4, tl.float32, False) + at_scale
@@ -187,8 +189,8 @@ def update(
     if MOMENTS != "fp32" or MASTER == "stochastic":
         seed = tl.load(seeds + t).to(tl.uint32, bitcast=True)
         random = scattered(first, at, seed)
-    same, kept = _keep_weight(
-        new, old, stored, missing, random, at_weight, at_beside, mask, STORED, MASTER, NATIVE
+    same, saved = _keep_weight(
+        new, old, stored, missing, random, at_weight, at_extra, mask, STORED, MASTER, NATIVE
     )
     if MOMENTS == "int8":
         encode_first(m, random, at_first, first_scale, mask, some, NATIVE)
@@ -200,7 +202,7 @@ def update(
         tl.store(at_first, m, mask=mask)
         tl.store(at_second, v, mask=mask)
     if AVERAGED:
-        tl.store(average + at, mean + tl.load(c + 11) * (kept - mean), mask=mask)
+        tl.store(average + at, mean + tl.load(c + 11) * (saved - mean), mask=mask)
 
     if METER:
         if LEAD != "none":  # the weight moves by itself after its lead; what counts is the update
@@ -212,7 +214,7 @@ def update(
 
 @triton.jit
 def _weight(
-    at_weight, at_beside, mask, STORED: tl.constexpr, MASTER: tl.constexpr, NATIVE: tl.constexpr
+    at_weight, at_extra, mask, STORED: tl.constexpr, MASTER: tl.constexpr, NATIVE: tl.constexpr
 ):
     """Return a weight with all digits that are kept of it, and the two parts as they are kept.
 
@@ -221,15 +223,15 @@ def _weight(
     stored = load(at_weight, mask)
     missing = stored
     if MASTER == "split":
-        missing = load(at_beside, mask)
+        missing = load(at_extra, mask)
         old = joined(stored, missing, NATIVE)
     elif MASTER == "fp32":
-        wide = load(at_beside, mask)
+        wide = load(at_extra, mask)
         old = tl.where(nearest(wide, STORED, NATIVE) == stored, wide, stored.to(tl.float32))
     else:
         old = stored.to(tl.float32)
         if MASTER == "kahan":
-            missing = load(at_beside, mask)
+            missing = load(at_extra, mask)
             # A little less, so that half a spacing does not round to the neighbour.
             nearly = nearest(old + missing.to(tl.float32) * (1 - 1 / 256), STORED, NATIVE)
             missing = tl.where(nearly == stored, missing, tl.zeros_like(missing))
@@ -245,7 +247,7 @@ def _keep_weight(
     missing,
     random,
     at_weight,
-    at_beside,
+    at_extra,
     mask,
     STORED: tl.constexpr,
     MASTER: tl.constexpr,
@@ -255,23 +257,23 @@ def _keep_weight(
     if MASTER == "split":
         high, low = halves(new, NATIVE)
         tl.store(at_weight, high, mask=mask)
-        tl.store(at_beside, low, mask=mask)
+        tl.store(at_extra, low, mask=mask)
         same, full = new == old, new
     elif MASTER == "fp32":
-        tl.store(at_beside, new, mask=mask)
+        tl.store(at_extra, new, mask=mask)
         tl.store(at_weight, nearest(new, STORED, NATIVE), mask=mask)
         same, full = new == old, new
     else:
         if MASTER == "stochastic":
             # Other bits than the moments have.
-            kept = randomly(new, mix(random ^ 0x9E3779B9) >> 16, STORED)
+            saved = randomly(new, mix(random ^ 0x9E3779B9) >> 16, STORED)
         else:
-            kept = nearest(new, STORED, NATIVE)
-        tl.store(at_weight, kept, mask=mask)
-        same, full = kept == stored, kept.to(tl.float32)
+            saved = nearest(new, STORED, NATIVE)
+        tl.store(at_weight, saved, mask=mask)
+        same, full = saved == stored, saved.to(tl.float32)
         if MASTER == "kahan":
-            still = nearest(new - kept.to(tl.float32), STORED, NATIVE)
-            tl.store(at_beside, still, mask=mask)
+            still = nearest(new - saved.to(tl.float32), STORED, NATIVE)
+            tl.store(at_extra, still, mask=mask)
             same = same & (still == missing)
             full += still.to(tl.float32)
     return same, full

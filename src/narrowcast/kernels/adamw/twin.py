@@ -77,7 +77,7 @@ class Weight:
     weight: Tensor
     master: str
     """How digits beyond the weight's own are kept; "none" for a weight in fp32."""
-    beside: Tensor | None
+    residual: Tensor | None
     """The fp32 copy, the low bits, or the compensation."""
     first: Tensor
     second: Tensor
@@ -107,7 +107,7 @@ class Weight:
     @property
     def tensors(self) -> list[Tensor]:
         """All that has as many elements as the weight."""
-        maybe = [self.weight, self.beside, self.first, self.second, self.average, self.lead]
+        maybe = [self.weight, self.residual, self.first, self.second, self.average, self.lead]
         return [tensor for tensor in maybe if tensor is not None]
 
 
@@ -149,8 +149,8 @@ class AdamTwin:
                     continue
                 one = factor if factor is None or factor.dim() == 0 else factor[i]
                 w.step.add_(1)
-                hyper, place = self._groups[w.group], self._before + i
-                same = _update(w, g, one, hyper, ahead=self._ahead, place=place)
+                hyper, location = self._groups[w.group], self._before + i
+                same = _update(w, g, one, hyper, ahead=self._ahead, location=location)
                 if w.average is not None:
                     average = _flat(w.average)
                     average += self._share * (_full(w) - average)
@@ -158,14 +158,14 @@ class AdamTwin:
                 due += moving.sum()
                 lost += (moving & same).sum()
         self._counts = torch.stack([lost, due])
-        return share_of(self._counts) if metered else None
+        return lost_fraction(self._counts) if metered else None
 
     def counts(self) -> Tensor:
         """As `AdamKernel.counts`."""
         return self._counts
 
 
-def share_of(counts: Tensor) -> Tensor:
+def lost_fraction(counts: Tensor) -> Tensor:
     """Return lost over due updates, from how many there are of both."""
     return counts[0] / counts[1].clamp(min=1)
 
@@ -204,12 +204,12 @@ def decode(codes: Tensor, scales: Tensor, *, times: float = 1.0) -> Tensor:
     return values.flatten()[: codes.numel()]
 
 
-def random_bits(count: int, *, step: float, place: int, device: torch.device) -> Tensor:
+def random_bits(count: int, *, step: float, position: int, device: torch.device) -> Tensor:
     """Return 32 random bits of each element of tensor number `place` in a step, as int64.
 
     Chances are bits 7 to 22, and 16 to 31: the lowest of a product are no good.
     """
-    seed = mix(torch.tensor((int(step) * 0x9E3779B9) & 0xFFFFFFFF) ^ mix(torch.tensor(place)))
+    seed = mix(torch.tensor((int(step) * 0x9E3779B9) & 0xFFFFFFFF) ^ mix(torch.tensor(position)))
     spread, stir = MULTIPLIERS
     x = (torch.arange(count) * spread + seed) & 0xFFFFFFFF
     x = x ^ (x >> 13)
@@ -226,20 +226,20 @@ def mix(x: Tensor) -> Tensor:
 
 
 def _update(
-    w: Weight, gradient: Tensor, factor: Tensor | None, h: Hyper, *, ahead: Ahead, place: int
+    w: Weight, gradient: Tensor, factor: Tensor | None, h: Hyper, *, ahead: Ahead, location: int
 ) -> Tensor:
     """Update one weight; return where what is stored of it, lead included, is what it was."""
     step, lr = float(w.step), float(h.lr)
     (beta1, beta2), device = h.betas, w.weight.device
     random = torch.zeros((), dtype=torch.int64, device=device)
     if w.moments != "fp32" or w.master == "stochastic":
-        random = random_bits(w.weight.numel(), step=step, place=place, device=device)
+        random = random_bits(w.weight.numel(), step=step, position=location, device=device)
     old = _full(w)
     start = old if w.lead is None else old + _flat(w.lead).float()
     g = _flat(gradient).float()
     if factor is not None:
         g = g * factor
-    m, v = moments_of(w, times=h.betas)
+    m, v = read_moments(w, times=h.betas)
     if h.weight_decay and not h.decoupled:
         g = g + h.weight_decay * start
     new = start - lr * h.weight_decay * start if h.weight_decay and h.decoupled else start
@@ -260,38 +260,38 @@ def _update(
 
 
 def _full(w: Weight) -> Tensor:
-    beside = None if w.beside is None else _flat(w.beside)
-    return join_fp32(_flat(w.weight), beside, kind=w.master)
+    extra = None if w.residual is None else _flat(w.residual)
+    return join_fp32(_flat(w.weight), extra, kind=w.master)
 
 
 def _keep_weight(w: Weight, old: Tensor, new: Tensor, random: Tensor) -> Tensor:
     stored, dtype = _flat(w.weight), w.weight.dtype
-    if w.beside is not None:
-        beside = _flat(w.beside)
+    if w.residual is not None:
+        extra = _flat(w.residual)
     match w.master:
         case "fp32":
-            beside.copy_(new)
+            extra.copy_(new)
             stored.copy_(nearest(new, dtype))
             return new == old
         case "split":
             high, low = split(new)
             stored.copy_(high)
-            beside.copy_(low)
+            extra.copy_(low)
             return new == old
         case "kahan":
-            kept = nearest(new, dtype)
-            still = nearest(new - kept.float(), dtype)
-            same = (kept == stored) & (still == fitting_compensation(stored, beside))
-            beside.copy_(still)
+            saved = nearest(new, dtype)
+            still = nearest(new - saved.float(), dtype)
+            same = (saved == stored) & (still == fitting_compensation(stored, extra))
+            extra.copy_(still)
         case _:
             stochastic = w.master == "stochastic"
-            kept = randomly(new, random, dtype) if stochastic else nearest(new, dtype)
-            same = kept == stored
-    stored.copy_(kept)
+            saved = randomly(new, random, dtype) if stochastic else nearest(new, dtype)
+            same = saved == stored
+    stored.copy_(saved)
     return same
 
 
-def moments_of(w: Weight, *, times: tuple[float, float] = (1.0, 1.0)) -> tuple[Tensor, Tensor]:
+def read_moments(w: Weight, *, times: tuple[float, float] = (1.0, 1.0)) -> tuple[Tensor, Tensor]:
     """Return both moments, or so many times them, in fp32, flat, in the order of memory."""
     one, other = times
     if w.first_scale is None or w.second_scale is None:
@@ -303,19 +303,19 @@ def moments_of(w: Weight, *, times: tuple[float, float] = (1.0, 1.0)) -> tuple[T
 
 
 def _keep_moments(w: Weight, m: Tensor, v: Tensor, random: Tensor) -> None:
-    kept = [m, v]
+    stored = [m, v]
     if w.first_scale is not None and w.second_scale is not None:
-        kept[0], first_scale = encode(m, (random >> 7) & 0xFFFF, signed=True)
-        kept[1], second_scale = encode(v, random >> 16, signed=False)
+        stored[0], first_scale = encode(m, (random >> 7) & 0xFFFF, signed=True)
+        stored[1], second_scale = encode(v, random >> 16, signed=False)
         w.first_scale.copy_(first_scale)
         w.second_scale.copy_(second_scale)
     elif w.first.dtype == torch.bfloat16:
-        kept = [
+        stored = [
             randomly(m, (random >> 7) & 0xFFFF, torch.bfloat16),
             randomly(v, random >> 16, torch.bfloat16),
         ]
-    _flat(w.first).copy_(kept[0])
-    _flat(w.second).copy_(kept[1])
+    _flat(w.first).copy_(stored[0])
+    _flat(w.second).copy_(stored[1])
 
 
 def randomly(x: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from narrowcast.kernels.attention.programs import (
 from narrowcast.kernels.launch import launch_kernel
 
 
-class Tiling(NamedTuple):
+class AttentionTiling(NamedTuple):
     """How a program is cut and run."""
 
     rows: int
@@ -34,15 +34,23 @@ class Tiling(NamedTuple):
     stages: int
 
 
-def tilings(width: int, itemsize: int) -> tuple[Tiling, Tiling, Tiling]:
+def tilings(width: int, itemsize: int) -> tuple[AttentionTiling, AttentionTiling, AttentionTiling]:
     """Return those of the forward pass, of queries' gradients and of keys' and values'."""
     if itemsize > 2 or width > 128:  # four bytes: tiles of products that are exact are small
-        small = Tiling(32, 32, 4, 2)
+        small = AttentionTiling(32, 32, 4, 2)
         return small, small, small
     # Of those that spill few or no registers when compiled for Hopper.
     if width > 64:
-        return Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 2), Tiling(32, 128, 8, 3)
-    return Tiling(128, 64, 8, 3), Tiling(64, 64, 4, 3), Tiling(64, 128, 8, 3)
+        return (
+            AttentionTiling(128, 64, 8, 3),
+            AttentionTiling(128, 64, 8, 2),
+            AttentionTiling(32, 128, 8, 3),
+        )
+    return (
+        AttentionTiling(128, 64, 8, 3),
+        AttentionTiling(64, 64, 4, 3),
+        AttentionTiling(64, 128, 8, 3),
+    )
 
 
 def packed_attention(
@@ -164,7 +172,7 @@ def _backward(
         *grad_output.stride()[:3],
         **constants,
     )
-    given = (query, key, value, bounds.contiguous(), grad_output, log_sums, sums)
+    inputs = (query, key, value, bounds.contiguous(), grad_output, log_sums, sums)
     sizes = (scale * math.log2(math.e), window, length, heads, heads // key.shape[1])
     strides = (
         *query.stride()[:3],
@@ -176,7 +184,7 @@ def _backward(
     launch_kernel(
         backward_queries,
         (triton.cdiv(length, by_rows.rows), batch * heads),
-        *given,
+        *inputs,
         of_query,
         *sizes,
         *strides,
@@ -186,7 +194,7 @@ def _backward(
     launch_kernel(
         backward_keys,
         (triton.cdiv(length, by_columns.columns), batch * key.shape[1]),
-        *given,
+        *inputs,
         of_key,
         of_value,
         *sizes,
@@ -220,7 +228,7 @@ def _dense_last(heads: Tensor) -> Tensor:
     return heads if heads.stride(-1) == 1 else heads.contiguous()
 
 
-def _constants(width: int, tiling: Tiling) -> dict[str, int]:
+def _constants(width: int, tiling: AttentionTiling) -> dict[str, int]:
     wide = max(triton.next_power_of_2(width), 16)  # the least that a product of tiles takes
     return {
         "WIDTH": width,

@@ -25,14 +25,14 @@ def forward(
     """Rows of the output, and the logarithm (of base 2) of what each row's scores add up to."""
     first = tl.program_id(0) * ROWS
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    row, place = first + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    row, location = first + tl.arange(0, ROWS), tl.arange(0, WIDE)
     starts = bounds + batch * 2 * length
     start = tl.load(starts + row, mask=row < length, other=0)
     query += batch * query_batch + head * query_head
     key += batch * key_batch + (head // group) * key_head
     value += batch * value_batch + (head // group) * value_head
     q = _tile(query, first, length, query_token, ROWS, WIDTH, WIDE, True)
-    begin, clear, diagonal, end = _columns_of(starts, first, length, window, ROWS, COLUMNS)
+    begin, clear, diagonal, end = _column_bounds(starts, first, length, window, ROWS, COLUMNS)
     best = tl.full([ROWS], _HIDDEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     gathered = tl.zeros([ROWS, WIDE], tl.float32)
@@ -54,8 +54,8 @@ def forward(
         mask=row < length,
     )
     gathered = gathered / total[:, None]
-    at = ((batch * length + row) * heads + head)[:, None] * WIDTH + place[None, :]
-    here = (row < length)[:, None] & (place < WIDTH)[None, :]
+    at = ((batch * length + row) * heads + head)[:, None] * WIDTH + location[None, :]
+    here = (row < length)[:, None] & (location < WIDTH)[None, :]
     tl.store(output + at, gathered.to(output.dtype.element_ty), mask=here)
 
 
@@ -90,10 +90,10 @@ def row_sums(
 ):  # fmt: skip
     """What each row of the output is, times its gradient: (batch, heads, length)."""
     first = tl.program_id(0) * ROWS
-    row, place = first + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    row, position = first + tl.arange(0, ROWS), tl.arange(0, WIDE)
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    here = (row < length)[:, None] & (place < WIDTH)[None, :]
-    at = ((batch * length + row) * heads + head)[:, None] * WIDTH + place[None, :]
+    here = (row < length)[:, None] & (position < WIDTH)[None, :]
+    at = ((batch * length + row) * heads + head)[:, None] * WIDTH + position[None, :]
     o = tl.load(output + at, mask=here, other=0.0).to(tl.float32)
     grad_output += batch * grad_batch + head * grad_head
     g = _tile(grad_output, first, length, grad_token, ROWS, WIDTH, WIDE, True).to(tl.float32)
@@ -114,7 +114,7 @@ def backward_queries(
     """Gradients of queries, a tile of rows each: (batch, length, heads, width)."""
     first = tl.program_id(0) * ROWS
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    row, place = first + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    row, location = first + tl.arange(0, ROWS), tl.arange(0, WIDE)
     starts = bounds + batch * 2 * length
     start = tl.load(starts + row, mask=row < length, other=0)
     query += batch * query_batch + head * query_head
@@ -126,7 +126,7 @@ def backward_queries(
     line = tl.program_id(1).to(tl.int64) * length + row
     log_sum = tl.load(log_sums + line, mask=row < length, other=0.0)
     sum_ = tl.load(sums + line, mask=row < length, other=0.0)
-    begin, clear, diagonal, end = _columns_of(starts, first, length, window, ROWS, COLUMNS)
+    begin, clear, diagonal, end = _column_bounds(starts, first, length, window, ROWS, COLUMNS)
     grad = tl.zeros([ROWS, WIDE], tl.float32)
     grad = _query_grad(
         grad, q, g, log_sum, sum_, key, value, begin, clear, row, start, window, length, scale,
@@ -142,8 +142,8 @@ def backward_queries(
     )  # fmt: skip
     # `scale` is that of powers of 2; gradients are of powers of e.
     grad = grad * (scale * 0.6931471805599453)
-    at = ((batch * length + row) * heads + head)[:, None] * WIDTH + place[None, :]
-    here = (row < length)[:, None] & (place < WIDTH)[None, :]
+    at = ((batch * length + row) * heads + head)[:, None] * WIDTH + location[None, :]
+    here = (row < length)[:, None] & (location < WIDTH)[None, :]
     tl.store(grad_query + at, grad.to(grad_query.dtype.element_ty), mask=here)
 
 
@@ -181,7 +181,7 @@ def backward_keys(
     first = tl.program_id(0) * COLUMNS
     key_heads = heads // group
     batch, head = (tl.program_id(1) // key_heads).to(tl.int64), tl.program_id(1) % key_heads
-    column, place = first + tl.arange(0, COLUMNS), tl.arange(0, WIDE)
+    column, location = first + tl.arange(0, COLUMNS), tl.arange(0, WIDE)
     starts = bounds + batch * 2 * length
     key += batch * key_batch + head * key_head
     value += batch * value_batch + head * value_head
@@ -202,8 +202,8 @@ def backward_keys(
             WIDTH, WIDE, ROWS,
         )  # fmt: skip
     of_key = of_key * (scale * 0.6931471805599453)
-    at = ((batch * length + column) * key_heads + head)[:, None] * WIDTH + place[None, :]
-    here = (column < length)[:, None] & (place < WIDTH)[None, :]
+    at = ((batch * length + column) * key_heads + head)[:, None] * WIDTH + location[None, :]
+    here = (column < length)[:, None] & (location < WIDTH)[None, :]
     tl.store(grad_key + at, of_key.to(grad_key.dtype.element_ty), mask=here)
     tl.store(grad_value + at, of_value.to(grad_value.dtype.element_ty), mask=here)
 
@@ -237,7 +237,7 @@ def _key_grads(
 
 
 @triton.jit
-def _columns_of(starts, first, length, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _column_bounds(starts, first, length, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Where the columns begin that a tile of rows sees, are seen by all, meet it, and end."""
     end = tl.minimum(first + ROWS, length)
     low = tl.maximum(tl.load(starts + first), first - window + 1)
@@ -261,9 +261,9 @@ def _tile(
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of one head; with `MASKED`, those behind the last are 0."""
-    token, place = first + tl.arange(0, TOKENS), tl.arange(0, WIDE)
-    at = source + token[:, None].to(tl.int64) * stride + place[None, :]
+    token, location = first + tl.arange(0, TOKENS), tl.arange(0, WIDE)
+    at = source + token[:, None].to(tl.int64) * stride + location[None, :]
     if MASKED or WIDTH != WIDE:
-        here = (token < length)[:, None] & (place < WIDTH)[None, :]
+        here = (token < length)[:, None] & (location < WIDTH)[None, :]
         return tl.load(at, mask=here, other=0.0)
     return tl.load(at)

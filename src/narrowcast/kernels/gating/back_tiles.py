@@ -96,11 +96,11 @@ def back_into(
 
 
 @triton.jit
-def _both(grad, gate, value, place, here, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr):
+def _both(grad, gate, value, location, here, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr):
     """The gradients of some elements of gate and value"""
-    down = tl.load(grad + place, mask=here, other=0.0).to(tl.float32)
-    a = tl.load(gate + place, mask=here, other=0.0).to(tl.float32)
-    b = tl.load(value + place, mask=here, other=0.0).to(tl.float32)
+    down = tl.load(grad + location, mask=here, other=0.0).to(tl.float32)
+    a = tl.load(gate + location, mask=here, other=0.0).to(tl.float32)
+    b = tl.load(value + location, mask=here, other=0.0).to(tl.float32)
     share, slope = share_and_slope(a, ACTIVATION, BY_BITS)
     return down * b * slope, down * a * share
 
@@ -116,8 +116,8 @@ def _largest_of_both(
     BY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    of_gate, of_value = _both(grad, gate, value, place, place < count, ACTIVATION, BY_BITS)
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    of_gate, of_value = _both(grad, gate, value, position, position < count, ACTIVATION, BY_BITS)
     tl.atomic_max(seen, tl.max(of_gate.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
     tl.atomic_max(seen + 1, tl.max(of_value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
 

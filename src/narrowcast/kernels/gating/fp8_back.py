@@ -42,16 +42,16 @@ def quantize_gated_back(
     """
     op = torch.ops.narrowcast.quantize_gated_back_fp8
     call = op if torch.compiler.is_compiling() else _back
-    found = call(
+    result = call(
         grad, gate, value, target, activation, *gate_scale, *value_scale, rowwise, columnwise
     )
     scales = [
         fresh if scale[0] is None else scale[0]
-        for fresh, scale in ((found[2], gate_scale), (found[5], value_scale))
+        for fresh, scale in ((result[2], gate_scale), (result[5], value_scale))
     ]
     return (
-        Quantized(found[0], found[1], scales[0], scales[0]),
-        Quantized(found[3], found[4], scales[1], scales[1]),
+        Quantized(result[0], result[1], scales[0], scales[0]),
+        Quantized(result[3], result[4], scales[1], scales[1]),
     )
 
 
@@ -82,7 +82,7 @@ def _back(
     )
     fresh = made[2], made[5]
     # As `.data`, whose writes autograd does not count: it keeps these for the backward pass.
-    given = [
+    inputs = [
         (own if scale is None else scale).data
         for own, (scale, _) in zip(fresh, scales, strict=True)
     ]
@@ -92,7 +92,7 @@ def _back(
         (made[0], made[3]),
         (made[1], made[4]),
         (grad, gate, value),
-        scale_inv=(given[0], given[1]),
+        scale_inv=(inputs[0], inputs[1]),
         cast_stats=(noted[0], noted[1]),
         by_itself=(by_itself[0], by_itself[1]),
         largest=LARGEST[target],
@@ -119,7 +119,7 @@ def _plainly(
         how = "tanh" if activation == "gelu_tanh" else "none"
         through = torch.ops.aten.gelu_backward(down * b, a, approximate=how)
         gradients = through, down * F.gelu(a, approximate=how)
-    found: list[Tensor] = []
+    matches: list[Tensor] = []
     for each, (scale_inv, cast_stats) in zip(gradients, scales, strict=True):
         made = quantize(
             each,
@@ -130,8 +130,8 @@ def _plainly(
             columnwise=columnwise,
         )
         fresh = made.scale_inv if scale_inv is None else made.scale_inv.new_empty(0)
-        found += [made.rowwise, made.columnwise, fresh]
-    return found[0], found[1], found[2], found[3], found[4], found[5]
+        matches += [made.rowwise, made.columnwise, fresh]
+    return matches[0], matches[1], matches[2], matches[3], matches[4], matches[5]
 
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")

@@ -119,12 +119,12 @@ def _forward(
     WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.arange(0, WIDTH)
-    inside = place < width
-    at = row[:, None] * width + place[None, :]
+    location = tl.arange(0, WIDTH)
+    inside = location < width
+    at = row[:, None] * width + location[None, :]
     here = (row < rows)[:, None] & inside[None, :]
     value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
-    factor = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    factor = tl.load(weight + location, mask=inside, other=0.0).to(tl.float32) + OFFSET
     if CENTRED:
         value = tl.where(here, value - (tl.sum(value, 1) / width)[:, None], 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(value * value, 1) / width + EPS)
@@ -133,7 +133,7 @@ def _forward(
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
     result = normed * factor[None, :]
     if HAS_BIAS:
-        result += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)[None, :]
+        result += tl.load(bias + location, mask=inside, other=0.0).to(tl.float32)[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=here)
 
 
@@ -156,15 +156,15 @@ def _backward(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    place = tl.arange(0, WIDTH)
-    inside = place < width
-    factor = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    position = tl.arange(0, WIDTH)
+    inside = position < width
+    factor = tl.load(weight + position, mask=inside, other=0.0).to(tl.float32) + OFFSET
     by_weight = tl.zeros((WIDTH,), dtype=tl.float32)
     by_bias = tl.zeros((WIDTH,), dtype=tl.float32)
     for turn in range(TURNS):
         first = (turn * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ROWS
         row = first + tl.arange(0, ROWS)
-        at = row[:, None] * width + place[None, :]
+        at = row[:, None] * width + position[None, :]
         here = (row < rows)[:, None] & inside[None, :]
         value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
         down = tl.load(grad + at, mask=here, other=0.0).to(tl.float32)
@@ -185,7 +185,7 @@ def _backward(
             by_weight += tl.sum(down * normed, 0)
         if NEEDS_BIAS:
             by_bias += tl.sum(down, 0)
-    own = partial + tl.program_id(0) * width + place
+    own = partial + tl.program_id(0) * width + position
     if NEEDS_WEIGHT:
         tl.store(own, by_weight, mask=inside)
         own += tl.num_programs(0) * width

@@ -49,9 +49,9 @@ class AmaxHistories:
         """The largest magnitude they have met since then."""
         self.moves = 0
         """How often the scales may have changed."""
-        self.reads_of = list(range(len(formats)))
+        self.reads_by_name = list(range(len(formats)))
         """Whose scale and counts a module's inputs have: often its own."""
-        self._reads_of = torch.arange(len(formats), device=device)
+        self._reads_by_name = torch.arange(len(formats), device=device)
         self._where = self._addresses
         DECIDED.remove(self._where)
         weakref.finalize(self, DECIDED.remove, self._where)
@@ -73,9 +73,9 @@ class AmaxHistories:
         Where the loss is multiplied by so much more from then on, so are all gradients of the past:
         else those of the next step would saturate whenever a loss scale doubles.
         """
-        if self.reads_of != list(range(len(self.reads_of))):
+        if self.reads_by_name != list(range(len(self.reads_by_name))):
             # Of inputs that are one tensor everybody remembers what one has noted.
-            self.cast_stats[:, _INPUT] = self.cast_stats[self._reads_of, _INPUT]
+            self.cast_stats[:, _INPUT] = self.cast_stats[self._reads_by_name, _INPUT]
         amax = self.cast_stats[..., 0].contiguous().view(torch.float32)
         amax = torch.where(finite & amax.isfinite(), amax, 0.0)
         moved = torch.cat([amax[..., None], self.amax[..., :-1]], dim=-1)
@@ -93,8 +93,8 @@ class AmaxHistories:
 
     def join(self, module: int, other: int) -> None:
         """Let the inputs of a module have the scale and the counts of another's."""
-        self.reads_of[module] = other
-        self._reads_of[module] = other
+        self.reads_by_name[module] = other
+        self._reads_by_name[module] = other
 
     @property
     def decided(self) -> frozenset[int]:
@@ -128,9 +128,11 @@ class AmaxHistories:
 
         Those at the addresses `keep` stay. Waits for the device.
         """
-        kept = torch.tensor([each.data_ptr() in keep for each in self.scale_inv.view(-1).split(1)])
+        stored = torch.tensor(
+            [each.data_ptr() in keep for each in self.scale_inv.view(-1).split(1)]
+        )
         past = self.amax.amax(-1) > 0
-        stays = past | kept.view(past.shape).to(past.device)
+        stays = past | stored.view(past.shape).to(past.device)
         self.scale_inv.copy_(torch.where(stays, self.scale_inv, 0.0))
         self.moves += 1
         self._note_decided()
@@ -200,14 +202,17 @@ class AmaxHistory:
 
         What both remember stays what each would by itself. Waits for nothing.
         """
-        whole, leader = self.whole, other.whole.reads_of[other.module]
+        whole, leader = self.whole, other.whole.reads_by_name[other.module]
         if (
             whole is not other.whole
             or whole.input_formats[self.module] != whole.input_formats[other.module]
         ):
             return False
-        if whole.reads_of[self.module] != self.module or whole.reads_of.count(self.module) > 1:
-            return leader == whole.reads_of[self.module]  # it has one with somebody already
+        if (
+            whole.reads_by_name[self.module] != self.module
+            or whole.reads_by_name.count(self.module) > 1
+        ):
+            return leader == whole.reads_by_name[self.module]  # it has one with somebody already
         self._scale_inv["input"] = other._scale_inv["input"]
         self._cast_stats["input"] = other._cast_stats["input"]
         whole.join(self.module, leader)

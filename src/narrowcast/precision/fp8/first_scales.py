@@ -63,11 +63,11 @@ class FirstScales:
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Know afterwards what was known before the block."""
-        kept = self._checked_at, self._known
+        stored = self._checked_at, self._known
         try:
             yield
         finally:
-            self._checked_at, self._known = kept
+            self._checked_at, self._known = stored
 
     def _now(self, fp8: Fp8Model) -> tuple[frozenset[int], int]:
         """Return what changes where a skipped step may have left a scale.

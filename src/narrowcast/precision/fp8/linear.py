@@ -19,12 +19,12 @@ from narrowcast.numerics import BF16
 from narrowcast.precision.fp8.blockwise import BlockScaling
 from narrowcast.precision.fp8.delayed import AmaxHistory
 from narrowcast.precision.fp8.rowwise import RowScaling
-from narrowcast.precision.fp8.scaling import OWN, Scale, Scaling, dtype_of
+from narrowcast.precision.fp8.scaling import OWN, Scale, Scaling, torch_dtype
 from narrowcast.precision.fp8.shared_inputs import Wanted, quantized_input
 from narrowcast.precision.fp8.tensorwise import TensorScaling
 from narrowcast.precision.products import differentiable
 from narrowcast.precision.products.autocast import autocast_off
-from narrowcast.precision.products.differentiable import Scales
+from narrowcast.precision.products.differentiable import OperandScales
 from narrowcast.precision.products.emulated import linear_product
 from narrowcast.precision.products.operands import ProductFormats, needs_scale
 from narrowcast.precision.products.straight import is_transformed
@@ -47,7 +47,7 @@ class Fp8Linear(Mixin, nn.Linear):
     """What delayed scales come from; only with them."""
     nc_weight: Quantized | None = None
     """The weight in fp8."""
-    nc_weight_is_of: tuple[int, int, int, bool] | None = None
+    nc_weight_key: tuple[int, int, int, bool] | None = None
     """Which weight, which version of it, the scales of which step it was made from, and whether to
     train: between training and evaluation weights may be exchanged through `.data`, uncounted."""
     nc_autocast: str | None = None
@@ -60,33 +60,35 @@ class Fp8Linear(Mixin, nn.Linear):
         if is_transformed():  # kernels know no transforms; emulated products have the same values
             formats, history = self.nc_formats, self.nc_history
             output = linear_product(input, self.weight, self.bias, formats=formats, history=history)
-            return output.to(dtype_of(formats.output))
+            return output.to(torch_dtype(formats.output))
         if not torch.compiler.is_compiling():
             self.nc_refresh()
         made = self.nc_weight
-        assert made is not None, "the weight was never quantised; call the model inside compute()"
+        assert made is not None, "the weight was never quantised; call the model inside autocast()"
         weight = self.weight
         rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
         x_scale, grad_scale = self.nc_scales()
-        found = self.nc_quantized(input, rows, scale=x_scale, learns=weight.requires_grad)
+        result = self.nc_quantized(input, rows, scale=x_scale, learns=weight.requires_grad)
         formats = self.nc_formats
         product: Tensor = _apply(
-            rows, weight, self.bias, *_once(made), *_once(found), *grad_scale, formats
+            rows, weight, self.bias, *_once(made), *_once(result), *grad_scale, formats
         )
         return product if rows is input else product.view(*input.shape[:-1], self.out_features)
 
-    def nc_quantized(self, given: Tensor, rows: Tensor, *, scale: Scale, learns: bool) -> Quantized:
+    def nc_quantized(
+        self, inputs: Tensor, rows: Tensor, *, scale: Scale, learns: bool
+    ) -> Quantized:
         """Return the rows of what this layer is given in fp8, made here or by a layer before it.
 
         Transposed as well where a weight `learns` from them.
         """
         formats, learns = self.nc_formats, learns and torch.is_grad_enabled()
         return quantized_input(
-            given,
+            inputs,
             rows,
             SCALINGS[formats.scaling],
             wanted=Wanted(
-                dtype_of(formats.forward),
+                torch_dtype(formats.forward),
                 formats.scaling,
                 learns and needs_scale(formats.grad_weight.name),
             ),
@@ -108,13 +110,13 @@ class Fp8Linear(Mixin, nn.Linear):
     def nc_refresh(self) -> None:
         """Make the weight in fp8 anew if it has changed.
 
-        In eager mode every call asks; before a compiled forward pass `compute()` does.
+        In eager mode every call asks; before a compiled forward pass `autocast()` does.
         """
         weight = self.weight
         # A weight that never moves has its scale once and for all.
         history = self.nc_history if weight.requires_grad else None
         moves = 0 if history is None else history.moves
-        before = self.nc_weight_is_of
+        before = self.nc_weight_key
         now = weight.data_ptr(), weight._version, moves, self.training
         if now == before:
             return
@@ -124,7 +126,7 @@ class Fp8Linear(Mixin, nn.Linear):
         if before is not None and before[:-1] != now[:-1]:
             # A backward pass that has kept an fp8 weight must fail, as any would, if it is another.
             torch.autograd.graph.increment_version([made.rowwise, made.columnwise])
-        self.nc_weight_is_of = now
+        self.nc_weight_key = now
 
     def _nc_made(self, weight: Tensor, history: AmaxHistory | None) -> Quantized:
         scale = OWN
@@ -135,7 +137,7 @@ class Fp8Linear(Mixin, nn.Linear):
             made = None  # frozen or thawed on the way: its scale is another one from now on
         return SCALINGS[self.nc_formats.scaling].quantize_weight(
             weight,
-            dtype_of(self.nc_formats.forward),
+            torch_dtype(self.nc_formats.forward),
             scale=scale,
             columnwise=needs_scale(self.nc_formats.grad_input.name),
             into=made,
@@ -191,7 +193,7 @@ class _Fp8Product(torch.autograd.Function):
             x_rowwise,
             weight_rowwise,
             (x_rowwise_scale_inv, weight_rowwise_scale_inv),
-            dtype=dtype_of(formats.output),
+            dtype=torch_dtype(formats.output),
             by_weight=True,
             fast=formats.fast,
             bias=bias,
@@ -236,7 +238,12 @@ class _Fp8Product(torch.autograd.Function):
                 matrix = differentiable.forward_weight(matrix, formats, None)
             with autocast_off(grad.device.type), torch._C.DisableTorchFunction():
                 grad_x, *_ = differentiable.gradients(
-                    grad, grad, matrix, formats=formats, scales=Scales(), needs=(True, False, False)
+                    grad,
+                    grad,
+                    matrix,
+                    formats=formats,
+                    scales=OperandScales(),
+                    needs=(True, False, False),
                 )
             assert grad_x is not None
             grad_x = grad_x.to(ctx.x_dtype)
@@ -252,34 +259,36 @@ class _Fp8Product(torch.autograd.Function):
         x, x_scale_inv, weight, weight_scale_inv, scale_inv, cast_stats = ctx.saved_tensors
         to_input, to_weight = formats.grad_input, formats.grad_weight
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x = grad_weight = grad_bias = found = None
+        grad_x = grad_weight = grad_bias = matched = None
         both = to_input == to_weight and needs_weight  # one read makes both casts
         # What is met is remembered even where no product needs it.
         if needs_scale(to_input.name) and (needs_x or both or cast_stats is not None):
-            found = scaling.quantize(
+            matched = scaling.quantize(
                 grad,
-                dtype_of(to_input),
+                torch_dtype(to_input),
                 scale=(scale_inv, cast_stats),
                 rowwise=needs_x,
                 columnwise=both,
             )
         if needs_x:
-            if found is None:
+            if matched is None:
                 grad_x = grad.to(BF16.dtype) @ weight.to(BF16.dtype)
             else:
-                scales = (found.rowwise_scale_inv, weight_scale_inv)
-                dtype = dtype_of(formats.output)
-                grad_x = scaling.product(found.rowwise, weight, scales, dtype=dtype, by_weight=True)
+                scales = (matched.rowwise_scale_inv, weight_scale_inv)
+                dtype = torch_dtype(formats.output)
+                grad_x = scaling.product(
+                    matched.rowwise, weight, scales, dtype=dtype, by_weight=True
+                )
             grad_x = _in(ctx.x_dtype, _first(grad_x, grad.shape[0]))
         if needs_weight and not needs_scale(to_weight.name):
             grad_weight = grad.to(BF16.dtype).t() @ x.to(BF16.dtype)
         elif needs_weight:
-            if not both or found is None:
+            if not both or matched is None:
                 # The scale from the past is for the other product's format.
-                found = scaling.quantize(grad, dtype_of(to_weight), rowwise=False)
-            scales = (found.columnwise_scale_inv, x_scale_inv)
+                matched = scaling.quantize(grad, torch_dtype(to_weight), rowwise=False)
+            scales = (matched.columnwise_scale_inv, x_scale_inv)
             grad_weight = scaling.product(
-                found.columnwise, x, scales, dtype=ctx.weight_dtype, by_weight=False
+                matched.columnwise, x, scales, dtype=ctx.weight_dtype, by_weight=False
             )
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             # Torch adds up in fp32 whatever it gives; from fp32 a pass more would narrow it.

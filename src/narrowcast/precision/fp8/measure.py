@@ -22,12 +22,12 @@ from narrowcast.hardware import Speeds
 from narrowcast.hardware.replay import captured
 from narrowcast.hardware.speeds import FROZEN, KINDS, TOKENS, WIDTHS
 from narrowcast.precision.fp8.delayed import AmaxHistories
-from narrowcast.precision.fp8.kept_products import KeptProducts
 from narrowcast.precision.fp8.linear import Fp8Linear
-from narrowcast.precision.kept import keep_layer
+from narrowcast.precision.fp8.quantized_frozen_products import QuantizedFrozenProducts
 from narrowcast.precision.plan.module_plan import BLOCKS_AT
 from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
+from narrowcast.precision.quantized_frozen import keep_layer
 from narrowcast.precision.swap import swap
 
 REPEATS = 7
@@ -141,4 +141,4 @@ def _freeze(layer: nn.Linear, kind: str) -> None:
         keep_layer(layer)
     if kind == "frozen-row":
         formats = ProductFormats.of(PRESETS["fp8-row"])
-        swap(layer, KeptProducts, nc_formats=formats, nc_native=True)
+        swap(layer, QuantizedFrozenProducts, nc_formats=formats, nc_native=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.kernels.fp8 import Quantized
-from narrowcast.kernels.fp8_lines import quantize_lines
+from narrowcast.kernels.fp8_rows import quantize_lines
 from narrowcast.precision.fp8.scaling import OWN, Scale, write_into
 
 

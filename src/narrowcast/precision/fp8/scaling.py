@@ -56,16 +56,16 @@ class Scaling(Protocol):
         """
 
 
-def write_into(kept: Quantized | None, fresh: Quantized) -> Quantized:
+def write_into(stored: Quantized | None, fresh: Quantized) -> Quantized:
     """Return a matrix in the memory of one that is kept: a captured step reads from there."""
-    if kept is None:
+    if stored is None:
         return fresh
-    for old, new in zip(kept, fresh, strict=True):
+    for old, new in zip(stored, fresh, strict=True):
         old.data.copy_(new)
-    return kept
+    return stored
 
 
-def dtype_of(target: Format | BlockFormat) -> torch.dtype:
+def torch_dtype(target: Format | BlockFormat) -> torch.dtype:
     """Return the dtype of a format that has one."""
     assert isinstance(target, Format)
     assert target.dtype is not None

@@ -19,7 +19,7 @@ from narrowcast.kernels.fp8 import Quantized
 from narrowcast.kernels.launch import PLAIN, is_capturing
 from narrowcast.precision.fp8.delayed import AmaxHistory
 from narrowcast.precision.fp8.scaling import Scale, Scaling
-from narrowcast.precision.products.in_force import kept_in_force
+from narrowcast.precision.products.active_region import active_cache
 
 SHARED = 2
 """Inputs whose codes are kept after a second layer has taken them: what attention reads from
@@ -38,8 +38,19 @@ class Wanted(NamedTuple):
 class _Made:
     """What a layer has made of an input, and what that was."""
 
-    __slots__ = ("capturing", "found", "history", "moves", "noted", "of", "scale_inv", "stream",
-                 "taken", "version", "wanted")  # fmt: skip
+    __slots__ = (
+        "capturing",
+        "history",
+        "moves",
+        "noted",
+        "of",
+        "results",
+        "scale_inv",
+        "stream",
+        "taken",
+        "version",
+        "wanted",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -49,9 +60,9 @@ class _Made:
         scale: Scale,
         history: AmaxHistory | None,
         where: tuple[int, bool],
-        found: Quantized,
+        result: Quantized,
     ) -> None:
-        self.of, self.version, self.wanted, self.found = of, version, wanted, found
+        self.of, self.version, self.wanted, self.results = of, version, wanted, result
         self.scale_inv, self.noted = scale[0], scale[1] is not None
         self.history, self.moves = history, 0 if history is None else history.moves
         self.stream, self.capturing = where
@@ -59,7 +70,7 @@ class _Made:
 
 
 def quantized_input(
-    given: Tensor,
+    inputs: Tensor,
     rows: Tensor,
     scaling: Scaling,
     *,
@@ -68,23 +79,23 @@ def quantized_input(
     history: AmaxHistory | None,
 ) -> Quantized:
     """Return the rows of what a layer was given in fp8, which another may have made before it."""
-    kept = None if torch.compiler.is_compiling() else kept_in_force()
-    if kept is None or type(given) not in PLAIN or given.is_inference():
+    stored = None if torch.compiler.is_compiling() else active_cache()
+    if stored is None or type(inputs) not in PLAIN or inputs.is_inference():
         return _quantized(rows, scaling, wanted, scale)
-    where = _where(given)
-    if where[1] and given.grad_fn is None:
+    where = _where(inputs)
+    if where[1] and inputs.grad_fn is None:
         # It may be from before the capture, where what is made of it would not be captured.
         return _quantized(rows, scaling, wanted, scale)
-    made: _Made | None = kept.get(id(given))
-    if made is not None and _fits(made, given, wanted, scale, history, where):
+    made: _Made | None = stored.get(id(inputs))
+    if made is not None and _fits(made, inputs, wanted, scale, history, where):
         made.taken = True
-        return made.found
-    found = _quantized(rows, scaling, wanted, scale)
-    _make_room(kept)
-    key = id(given)
-    of = weakref.ref(given, lambda gone: _forget(kept, key, gone))
-    kept[key] = _Made(of, given._version, wanted, scale, history, where, found)
-    return found
+        return made.results
+    matched = _quantized(rows, scaling, wanted, scale)
+    _make_room(stored)
+    key = id(inputs)
+    of = weakref.ref(inputs, lambda gone: _forget(stored, key, gone))
+    stored[key] = _Made(of, inputs._version, wanted, scale, history, where, matched)
+    return matched
 
 
 def _quantized(rows: Tensor, scaling: Scaling, wanted: Wanted, scale: Scale) -> Quantized:
@@ -93,7 +104,7 @@ def _quantized(rows: Tensor, scaling: Scaling, wanted: Wanted, scale: Scale) -> 
 
 def _fits(
     made: _Made,
-    given: Tensor,
+    settings: Tensor,
     wanted: Wanted,
     scale: Scale,
     history: AmaxHistory | None,
@@ -102,8 +113,8 @@ def _fits(
     """Say whether what was made is what this layer would make; let it have the same scale if so."""
     mine = made.wanted
     if (
-        made.of() is not given
-        or made.version != given._version
+        made.of() is not settings
+        or made.version != settings._version
         or (made.stream, made.capturing) != where
         or mine.target != wanted.target
         or mine.scaling != wanted.scaling
@@ -119,23 +130,23 @@ def _fits(
     return not made.capturing and history.reads_with(made.history)
 
 
-def _where(given: Tensor) -> tuple[int, bool]:
+def _where(inputs: Tensor) -> tuple[int, bool]:
     """Return the stream in use, and whether it is captured: another knows nothing of this one."""
-    device = given.device
+    device = inputs.device
     if device.type != "cuda":
         return 0, False
     return torch._C._cuda_getCurrentRawStream(device.index), is_capturing(device)
 
 
-def _make_room(kept: dict[int, _Made]) -> None:
+def _make_room(saved: dict[int, _Made]) -> None:
     """Let go of what nobody has taken, and of the oldest that somebody has."""
-    taken = [key for key, made in kept.items() if made.taken]
+    taken = [key for key, made in saved.items() if made.taken]
     stays = set(taken[-SHARED:])
-    for key in [key for key in kept if key not in stays]:
-        del kept[key]
+    for key in [key for key in saved if key not in stays]:
+        del saved[key]
 
 
-def _forget(kept: dict[int, _Made], key: int, gone: "weakref.ref[Tensor]") -> None:
-    made = kept.get(key)
+def _forget(stored: dict[int, _Made], key: int, gone: "weakref.ref[Tensor]") -> None:
+    made = stored.get(key)
     if made is not None and made.of is gone:
-        del kept[key]
+        del stored[key]

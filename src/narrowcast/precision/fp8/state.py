@@ -16,8 +16,8 @@ class Fp8Model:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
-        found = {name: m.__dict__.get("nc_history") for name, m in model.named_modules()}
-        self._by_name = {name: h for name, h in found.items() if isinstance(h, AmaxHistory)}
+        results = {name: m.__dict__.get("nc_history") for name, m in model.named_modules()}
+        self._by_name = {name: h for name, h in results.items() if isinstance(h, AmaxHistory)}
         self._histories = next((h.whole for h in self._by_name.values()), None)
 
     def refresh(self) -> None:
@@ -69,15 +69,15 @@ class Fp8Model:
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Take back afterwards what passes inside the block did to scales and fp8 weights."""
-        made = [(layer, layer.nc_weight, layer.nc_weight_is_of) for layer in self._layers]
+        made = [(layer, layer.nc_weight, layer.nc_weight_key) for layer in self._layers]
         histories = self._histories
         with contextlib.nullcontext() if histories is None else histories.unchanged():
             try:
                 yield
             finally:
-                for layer, weight, is_of in made:
+                for layer, weight, key in made:
                     # A weight that was made anew here is made again, and noted, by the next step.
-                    layer.nc_weight, layer.nc_weight_is_of = weight, is_of
+                    layer.nc_weight, layer.nc_weight_key = weight, key
 
     def bytes(self) -> dict[str, int]:
         """Return what the fp8 weights take, by role; nothing where there are none."""

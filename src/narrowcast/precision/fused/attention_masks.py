@@ -63,9 +63,9 @@ class Unmasked(Mixin):
 
     def _nc_is_content(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Say whether no mask, no positions, no cache, and nothing that may be such are given."""
-        given = (*zip(self.nc_arguments, args, strict=False), *kwargs.items())
+        inputs = (*zip(self.nc_arguments, args, strict=False), *kwargs.items())
         return all(
-            value is None or name in _CONTENT or isinstance(value, _WORDS) for name, value in given
+            value is None or name in _CONTENT or isinstance(value, _WORDS) for name, value in inputs
         )
 
 

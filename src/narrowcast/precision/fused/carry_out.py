@@ -16,14 +16,14 @@ from narrowcast.precision.fused.elementwise import (
     forward_turning,
 )
 from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp, can_chain
-from narrowcast.precision.plan.fusing import pieces_asked
+from narrowcast.precision.plan.fusing import requested_pieces
 from narrowcast.precision.plan.pieces.causal_loss import causal_models
 from narrowcast.precision.plan.pieces.known_modules import (
     GatedMlp,
-    gated_mlp_of,
     gelu_approximation,
+    match_gated_mlp,
 )
-from narrowcast.precision.plan.pieces.known_norms import rms_norm_of
+from narrowcast.precision.plan.pieces.known_norms import match_rms_norm
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import swap
 
@@ -48,13 +48,13 @@ def fuse_pieces(model: nn.Module, plan: Plan) -> None:
 
 def _fuse_losses(model: nn.Module, names: Set[str], device: torch.device) -> None:
     chunk_rows = CPU_CHUNK_ROWS if device.type == "cpu" else None
-    for found in list(causal_models(model)):
-        if found.name in names:
-            fuse_loss(model.get_submodule(found.name), found.head, chunk_rows=chunk_rows)
+    for result in list(causal_models(model)):
+        if result.name in names:
+            fuse_loss(model.get_submodule(result.name), result.head, chunk_rows=chunk_rows)
 
 
 def _fuse_module(module: nn.Module, piece: str, plan: Plan, device: str) -> None:
-    where = {"nc_device": device, "nc_compiled": pieces_asked(plan.fuse) is not None}
+    where = {"nc_device": device, "nc_compiled": requested_pieces(plan.fuse) is not None}
     widened = plan.policy.params != "fp32"  # a norm in fp32 between 16-bit neighbours
     match piece:
         case "mask":
@@ -64,9 +64,9 @@ def _fuse_module(module: nn.Module, piece: str, plan: Plan, device: str) -> None
         case "gelu":
             swap(module, OnePassGelu, nc_approximation=gelu_approximation(module), **where)
         case "rms_norm":
-            swap(module, OnePassNorm, nc_norm=rms_norm_of(module), nc_widened=widened, **where)
+            swap(module, OnePassNorm, nc_norm=match_rms_norm(module), nc_widened=widened, **where)
         case "swiglu":
-            known = gated_mlp_of(module)
+            known = match_gated_mlp(module)
             swap(module, OnePassGate, nc_mlp=known, **where)
             if isinstance(known, GatedMlp) and can_chain(module, known):
                 swap(module, Fp8GatedMlp, nc_chain=known)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.fused.declared import is_watched
 from narrowcast.precision.fused.linear_cross_entropy import linear_cross_entropy
 from narrowcast.precision.plan.pieces.causal_loss import standard_loss
@@ -37,7 +37,7 @@ def fuse_loss(module: nn.Module, head: str, *, chunk_rows: int | None) -> None:
         nc_own_loss=plain.loss_function.fget,
         nc_loss=standard_loss(),
         nc_loss_type=vars(module).get("loss_type"),
-        nc_cap=_cap_of(module),
+        nc_cap=_logit_softcap(module),
         nc_chunk_rows=chunk_rows,
     )
 
@@ -92,7 +92,10 @@ class CausalLoss(Mixin):
         own = self.__dict__.get("_loss_function", self.nc_loss)
         if labels is None or not self.training or own is not self.nc_loss:
             return False
-        if self.__dict__.get("loss_type") != self.nc_loss_type or _cap_of(self) != self.nc_cap:
+        if (
+            self.__dict__.get("loss_type") != self.nc_loss_type
+            or _logit_softcap(self) != self.nc_cap
+        ):
             return False
         head = self._modules[self.nc_head]
         assert head is not None
@@ -112,7 +115,7 @@ class CausalLoss(Mixin):
         hidden, head = logits, self._modules[self.nc_head]
         assert isinstance(head, nn.Linear)
         if not torch.compiler.is_compiling() and _is_another(hidden, _here.hidden):
-            raise RecipeError(
+            raise ConfigError(
                 f"{plain_class(self).__name__} does more with its logits than when it was "
                 "prepared, and its loss is taken without logits; change how it computes them "
                 "before prepare(), or leave `loss` out of fuse"
@@ -139,11 +142,11 @@ class CausalLoss(Mixin):
 def _mixin_for(head: str) -> type[Mixin]:
     """Return the class for models with a head of this name, which it hides while it is passed."""
 
-    def found(self: CausalLoss) -> Any:
+    def lookup(self: CausalLoss) -> Any:
         passed = getattr(_here, "name", None) == self.nc_name
         return _as_it_is if passed else self._modules[head]
 
-    return type("CausalLoss", (CausalLoss,), {head: property(found)})
+    return type("CausalLoss", (CausalLoss,), {head: property(lookup)})
 
 
 def _as_it_is(hidden: Tensor) -> Tensor:
@@ -157,7 +160,7 @@ def _is_another(hidden: Tensor, handed_on: Tensor) -> bool:
     return hidden is not handed_on and hidden.dtype == handed_on.dtype
 
 
-def _cap_of(module: nn.Module) -> Any:
+def _logit_softcap(module: nn.Module) -> Any:
     """Return what logits are capped at, of models that may cap them."""
     return getattr(module.__dict__.get("config"), "final_logit_softcapping", None)
 

@@ -86,7 +86,7 @@ class _TotalLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_first_derivative_only()
         *grads, divisor = ctx.saved_tensors
         factor = grad_output.float() / divisor
         return (*scaled(grads, factor, ctx), None, None, None, None)
@@ -114,7 +114,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_first_derivative_only()
         hidden, weight, bias, targets = ctx.saved_tensors
         # The largest weighs one, by a power of two: fp16 holds rows that a loss scale has lifted,
         # and those that it has not.
@@ -126,7 +126,7 @@ class _RowLosses(torch.autograd.Function):
         return (*scaled(grads, factor, ctx), None, None, None, None)
 
 
-def refuse_second_derivatives() -> None:
+def check_first_derivative_only() -> None:
     """Refuse a backward pass that is to be differentiated again."""
     # Autograd itself would take these gradients for constants, and say nothing. A compiled backward
     # pass refuses by itself.
@@ -140,9 +140,9 @@ def refuse_second_derivatives() -> None:
 def grad_dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     """Return the dtype in which autograd takes each tensor's gradient."""
     # The compiler cannot trace `grad_dtype`; its gradients have the dtype of the weight anyway.
-    asked = not torch.compiler.is_compiling()
+    requested = not torch.compiler.is_compiling()
     return tuple(
-        None if t is None else (t.grad_dtype if asked and t.is_leaf else None) or t.dtype
+        None if t is None else (t.grad_dtype if requested and t.is_leaf else None) or t.dtype
         for t in tensors
     )
 
@@ -152,16 +152,16 @@ def scaled(grads: list[Tensor], factor: Tensor, ctx: Any) -> list[Tensor | None]
     compiling = torch.compiler.is_compiling()
     # Whether this pass may come again, as AOTAutograd itself asks it.
     again = compiling or torch._C._autograd._get_current_graph_task_keep_graph()
-    found: list[Tensor | None] = []
+    matches: list[Tensor | None] = []
     for grad, dtype, needed in zip(grads, ctx.dtypes, ctx.needs, strict=True):
         if not needed:
-            found.append(None)
+            matches.append(None)
         elif compiling:
-            found.append((grad * factor).to(dtype))
+            matches.append((grad * factor).to(dtype))
         else:
             out = torch.empty_like(grad, dtype=dtype) if again or dtype != grad.dtype else grad
-            found.append(torch.mul(grad, factor, out=out))
-    return found
+            matches.append(torch.mul(grad, factor, out=out))
+    return matches
 
 
 def _pass(

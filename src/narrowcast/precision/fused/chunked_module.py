@@ -13,9 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from narrowcast.precision.fused.chunked_loss import (
     LossTerms,
+    check_first_derivative_only,
     grad_dtypes,
     reduced,
-    refuse_second_derivatives,
     scaled,
 )
 from narrowcast.precision.fused.chunked_pass import even_chunks
@@ -92,7 +92,7 @@ class _ModuleLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        check_first_derivative_only()
         *grads, divisor = ctx.saved_tensors
         return (*scaled(grads, grad_output.float() / divisor, ctx), None, None, None, None)
 
@@ -121,10 +121,10 @@ class _Gradients:
         """Go back through one chunk."""
         tensors = zip((x, *self._parameters), self._needs, strict=True)
         inputs = [t for t, needed in tensors if needed and t is not None]
-        found = iter(torch.autograd.grad(logits, inputs, grad))
+        result = iter(torch.autograd.grad(logits, inputs, grad))
         if self._needs[0]:
-            self.sums[0][part] = next(found)
+            self.sums[0][part] = next(result)
         for total, needed in zip(self.sums[1:], self._needs[1:], strict=True):
             if needed:
-                fresh = next(found)
+                fresh = next(result)
                 total.copy_(fresh) if part.start == 0 else total.add_(fresh)

@@ -126,13 +126,13 @@ def _results(
     )
 
 
-def _filled_up(given: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def _filled_up(inputs: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """Return a weight or a bias in a format, with zeros after its own rows."""
-    if given.shape[0] == count:
-        return given.to(dtype)
-    whole = given.new_empty((count, *given.shape[1:]), dtype=dtype)
-    whole[: given.shape[0]] = given
-    whole[given.shape[0] :] = 0
+    if inputs.shape[0] == count:
+        return inputs.to(dtype)
+    whole = inputs.new_empty((count, *inputs.shape[1:]), dtype=dtype)
+    whole[: inputs.shape[0]] = inputs
+    whole[inputs.shape[0] :] = 0
     return whole
 
 

@@ -30,8 +30,8 @@ def is_watched(*layers: nn.Module) -> bool:
 def _keeps_its_promise(module: nn.Module) -> bool:
     """Say whether the forward is the one the promise was made for, and not a subclass's own."""
     plain: type[nn.Module] = module.__dict__.get("nc_plain_class", type(module))
-    told, done = (
+    message, done = (
         next(each for each in plain.__mro__ if name in vars(each))
         for name in ("fused_mlp", "forward")
     )
-    return issubclass(told, done)
+    return issubclass(message, done)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from narrowcast.kernels.launch import PLAIN
 from narrowcast.precision.fused.declared import is_watched
-from narrowcast.precision.plan.pieces.known_modules import ROTARY, GatedMlp, rotary_of
-from narrowcast.precision.plan.pieces.known_norms import RmsNorm, epsilon_of
+from narrowcast.precision.plan.pieces.known_modules import ROTARY, GatedMlp, match_rotary
+from narrowcast.precision.plan.pieces.known_norms import RmsNorm, get_epsilon
 from narrowcast.precision.products.straight import is_transformed
 from narrowcast.precision.swap import Mixin
 
@@ -63,7 +63,7 @@ class OnePassNorm(Elementwise):
         from narrowcast.kernels.norms import rms_norm
 
         inside = weight.dtype if self.nc_widened else x.dtype
-        rounds = known.rounds if weight.dtype == torch.float32 else known.rounds_beside_16_bits
+        rounds = known.rounds if weight.dtype == torch.float32 else known.rounds_to_weight_dtype
         dtype = x.dtype
         if known.promotes and not self.nc_widened:  # torch's own is all fp32 under autocast
             wide = torch.float32 if known.of_torch else weight.dtype
@@ -71,7 +71,7 @@ class OnePassNorm(Elementwise):
         return rms_norm(
             x,
             weight,
-            eps=epsilon_of(self),
+            eps=get_epsilon(self),
             offset=known.offset,
             rounds=rounds and inside != torch.float32,
             dtype=dtype,
@@ -162,7 +162,7 @@ class OnePassTurn(Elementwise):
 
 def forward_turning(module: nn.Module, device: str) -> FunctionType:
     """Return what an attention layer does, with its heads turned in one pass."""
-    forward = rotary_of(module)
+    forward = match_rotary(module)
     assert isinstance(forward, FunctionType)
     return _turning(forward, device)
 

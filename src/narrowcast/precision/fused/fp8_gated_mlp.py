@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from narrowcast.kernels.fp8 import quantize
 from narrowcast.kernels.gating.fp8_back import quantize_gated_back
 from narrowcast.precision.fp8.linear import Fp8Linear
-from narrowcast.precision.fp8.scaling import dtype_of
+from narrowcast.precision.fp8.scaling import torch_dtype
 from narrowcast.precision.fp8.tensorwise import scaled_product
 from narrowcast.precision.fused.declared import is_watched
 from narrowcast.precision.fused.fp8_mlp import layouts_and_scale
@@ -47,7 +47,7 @@ class Fp8GatedMlp(Mixin):
         x_scale, gate_back = gate.nc_scales()
         _, value_back = value.nc_scales()
         between, back = down.nc_scales()
-        found = gate.nc_quantized(
+        matched = gate.nc_quantized(
             x, rows, scale=x_scale, learns=gate.weight.requires_grad or value.weight.requires_grad
         )
         output: Tensor = _apply(
@@ -58,9 +58,9 @@ class Fp8GatedMlp(Mixin):
             *layouts_and_scale(gate),
             *layouts_and_scale(value),
             *layouts_and_scale(down),
-            found.rowwise,
-            found.columnwise,
-            found.scale_inv,
+            matched.rowwise,
+            matched.columnwise,
+            matched.scale_inv,
             *between,
             *back,
             *gate_back,
@@ -133,19 +133,19 @@ class _Chain(torch.autograd.Function):
         learns: bool,
         formats: ProductFormats,
     ) -> Tensor:
-        output, fast = dtype_of(formats.output), formats.fast
+        output, fast = torch_dtype(formats.output), formats.fast
         a, b = (
             scaled_product(x_rowwise, codes, (x_scale_inv, scale), dtype=output, fast=fast)
             for codes, scale in ((gate_rowwise, gate_scale_inv), (value_rowwise, value_scale_inv))
         )
         between = quantize(
             a,
-            dtype_of(formats.forward),
+            torch_dtype(formats.forward),
             scale_inv=between_scale_inv,
             cast_stats=between_cast_stats,
             columnwise=learns,
             activation=f"gated_{activation}",
-            beside=b,
+            second=b,
         )
         scales = (between.scale_inv, down_scale_inv)
         result = scaled_product(between.rowwise, down_rowwise, scales, dtype=output, fast=fast)
@@ -166,15 +166,15 @@ class _Chain(torch.autograd.Function):
             x, x_scale_inv, a, b, between, between_scale_inv, gate, gate_scale_inv,
             value, value_scale_inv, down, down_scale_inv, scale_inv, cast_stats, *backs,
         ) = ctx.saved_tensors  # fmt: skip
-        target, output = dtype_of(ctx.formats.grad_input), dtype_of(ctx.formats.output)
+        target, output = torch_dtype(ctx.formats.grad_input), torch_dtype(ctx.formats.output)
         grad_x = grad_gate = grad_value = grad_down = None
         needs_x, needs_gate, needs_value, needs_down = ctx.needs_input_grad[:4]
-        found = quantize(
+        result = quantize(
             grad, target, scale_inv=scale_inv, cast_stats=cast_stats, columnwise=needs_down
         )
         if needs_x or needs_gate or needs_value:
             through = scaled_product(
-                found.rowwise, down, (found.scale_inv, down_scale_inv), dtype=output
+                result.rowwise, down, (result.scale_inv, down_scale_inv), dtype=output
             )
             of_gate, of_value = quantize_gated_back(
                 through,
@@ -201,8 +201,8 @@ class _Chain(torch.autograd.Function):
                 scales = (of_value.scale_inv, x_scale_inv)
                 grad_value = scaled_product(of_value.columnwise, x, scales, dtype=ctx.dtypes[1])
         if needs_down:
-            scales = (found.scale_inv, between_scale_inv)
-            grad_down = scaled_product(found.columnwise, between, scales, dtype=ctx.dtypes[2])
+            scales = (result.scale_inv, between_scale_inv)
+            grad_down = scaled_product(result.columnwise, between, scales, dtype=ctx.dtypes[2])
         return grad_x, grad_gate, grad_value, grad_down, *[None] * 23
 
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from narrowcast.kernels.fp8 import quantize
 from narrowcast.precision.fp8.linear import Fp8Linear
-from narrowcast.precision.fp8.scaling import dtype_of
+from narrowcast.precision.fp8.scaling import torch_dtype
 from narrowcast.precision.fp8.tensorwise import scaled_product
 from narrowcast.precision.fused.declared import fused_mlp_layers, is_watched
 from narrowcast.precision.products.operands import ProductFormats, needs_scale
@@ -75,7 +75,7 @@ def can_fuse(module: nn.Module) -> bool:
 def layouts_and_scale(layer: Fp8Linear) -> tuple[Tensor, Tensor, Tensor]:
     """Return a layer's weight in fp8, as it is and transposed, and the inverse of its scale."""
     made = layer.nc_weight
-    assert made is not None, "the weight was never quantised; call the model inside compute()"
+    assert made is not None, "the weight was never quantised; call the model inside autocast()"
     return made.rowwise, made.columnwise, made.scale_inv
 
 
@@ -102,7 +102,7 @@ class _Chain(torch.autograd.Function):
         between_back_cast_stats: Tensor | None,
         formats: ProductFormats,
     ) -> Tensor:
-        target, output = dtype_of(formats.forward), dtype_of(formats.output)
+        target, output = torch_dtype(formats.forward), torch_dtype(formats.output)
         into = quantize(x, target, scale_inv=x_scale_inv, cast_stats=x_cast_stats)
         wide = scaled_product(
             into.rowwise,
@@ -142,15 +142,15 @@ class _Chain(torch.autograd.Function):
             first, first_scale_inv, last, last_scale_inv,
             scale_inv, cast_stats, wide_scale_inv, wide_cast_stats,
         ) = ctx.saved_tensors  # fmt: skip
-        target, output = dtype_of(ctx.formats.grad_input), dtype_of(ctx.formats.output)
+        target, output = torch_dtype(ctx.formats.grad_input), torch_dtype(ctx.formats.output)
         grad_x = grad_first = grad_last = None
         needs_x, needs_first, needs_last = ctx.needs_input_grad[:3]
-        found = quantize(
+        matched = quantize(
             grad, target, scale_inv=scale_inv, cast_stats=cast_stats, columnwise=needs_last
         )
         if needs_x or needs_first:
             widened = scaled_product(
-                found.rowwise, last, (found.scale_inv, last_scale_inv), dtype=output
+                matched.rowwise, last, (matched.scale_inv, last_scale_inv), dtype=output
             )
             through = quantize(
                 widened,
@@ -160,7 +160,7 @@ class _Chain(torch.autograd.Function):
                 rowwise=needs_x,
                 columnwise=needs_first,
                 activation="gelu_backward",
-                beside=wide,
+                second=wide,
             )
             if needs_x:
                 grad_x = scaled_product(
@@ -171,8 +171,8 @@ class _Chain(torch.autograd.Function):
                 scales = (through.scale_inv, x_scale_inv)
                 grad_first = scaled_product(through.columnwise, x, scales, dtype=ctx.dtypes[0])
         if needs_last:
-            scales = (found.scale_inv, between_scale_inv)
-            grad_last = scaled_product(found.columnwise, between, scales, dtype=ctx.dtypes[1])
+            scales = (matched.scale_inv, between_scale_inv)
+            grad_last = scaled_product(matched.columnwise, between, scales, dtype=ctx.dtypes[1])
         return grad_x, grad_first, grad_last, *[None] * 15
 
 

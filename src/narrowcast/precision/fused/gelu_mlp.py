@@ -31,8 +31,8 @@ class GeluMlp(Mixin):
         if is_watched(first, last):
             plain: Tensor = super().forward(x)  # somebody wants to see what is between them
             return plain
-        given = (x, first.weight, first.bias, last.weight, last.bias)
-        result: Tensor = _apply(*(None if t is None else t.to(self.nc_dtype) for t in given))
+        inputs = (x, first.weight, first.bias, last.weight, last.bias)
+        result: Tensor = _apply(*(None if t is None else t.to(self.nc_dtype) for t in inputs))
         return result
 
 

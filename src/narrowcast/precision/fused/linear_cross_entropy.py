@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.precision.fused.chunked_loss import LossTerms, chunked_loss, reduced
 from narrowcast.precision.fused.chunked_module import chunked_module_loss
 from narrowcast.precision.fused.declared import is_watched
-from narrowcast.precision.products.entry import Entry, InRegion
-from narrowcast.precision.products.in_force import in_force
+from narrowcast.precision.products.active_region import active_region
+from narrowcast.precision.products.entry import InRegion, RegionEntry
 from narrowcast.precision.products.regions import Region
-from narrowcast.precision.swap import Onlooker, working_class
+from narrowcast.precision.swap import Probe, working_class
 
 _HAS_TRITON = not unsupported_reason(torch.device("cuda"))
 
@@ -50,9 +50,9 @@ def linear_cross_entropy(
     an error elsewhere.
     """
     terms = LossTerms(ignore_index, label_smoothing, z_loss, reduction, chunk_rows)
-    _refuse(hidden, head, targets, terms)
-    asked = chunk_rows is not None or (hidden.device.type == "cuda" and _HAS_TRITON)
-    if hidden.numel() == 0 or not asked:
+    _check_arguments(hidden, head, targets, terms)
+    requested = chunk_rows is not None or (hidden.device.type == "cuda" and _HAS_TRITON)
+    if hidden.numel() == 0 or not requested:
         return _composed(hidden, head, targets, terms)
     region, plain = _region_entered_by(head), working_class(head) is nn.Linear
     if region is None:
@@ -65,23 +65,23 @@ def linear_cross_entropy(
         return _here(hidden, head, targets, terms, plain=True)
 
 
-def _refuse(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms) -> None:
+def _check_arguments(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms) -> None:
     if hidden.shape[:-1] != targets.shape or targets.dtype != torch.int64:
-        raise RecipeError(
+        raise ConfigError(
             f"targets are {targets.dtype} of shape {tuple(targets.shape)} for hidden states of "
             f"shape {tuple(hidden.shape)}; give torch.int64 of shape {tuple(hidden.shape[:-1])}"
         )
     if hidden.shape[-1] != head.in_features:
-        raise RecipeError(
+        raise ConfigError(
             f"hidden states of width {hidden.shape[-1]} were given to a head of width "
             f"{head.in_features}; give the states that the head is made for"
         )
     if not 0.0 <= terms.label_smoothing <= 1.0:
-        raise RecipeError(f"label_smoothing={terms.label_smoothing}: write a number from 0 to 1")
+        raise ConfigError(f"label_smoothing={terms.label_smoothing}: write a number from 0 to 1")
     if terms.reduction not in ("mean", "sum", "none"):
-        raise RecipeError(f'reduction={terms.reduction!r}: write "mean", "sum" or "none"')
+        raise ConfigError(f'reduction={terms.reduction!r}: write "mean", "sum" or "none"')
     if terms.chunk_rows is not None and terms.chunk_rows < 1:
-        raise RecipeError(f"chunk_rows={terms.chunk_rows}: write 1 or more, or leave it out")
+        raise ConfigError(f"chunk_rows={terms.chunk_rows}: write 1 or more, or leave it out")
     if terms.chunk_rows is not None and not _HAS_TRITON:
         raise UnsupportedError(
             f"chunk_rows={terms.chunk_rows} needs Triton, which is not installed; install triton, "
@@ -102,8 +102,8 @@ def _composed(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms
         reduction=terms.reduction,
     )
     if terms.z_loss:
-        kept = flat != terms.ignore_index
-        squares = torch.logsumexp(wide, -1).square().where(kept, 0.0) * terms.z_loss
+        stored = flat != terms.ignore_index
+        squares = torch.logsumexp(wide, -1).square().where(stored, 0.0) * terms.z_loss
         loss = loss + reduced(squares, flat, terms)
     return loss.view(targets.shape) if terms.reduction == "none" else loss
 
@@ -111,7 +111,11 @@ def _composed(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms
 def _region_entered_by(head: nn.Linear) -> Region | None:
     """Return the region a head would enter here; None where it is in force or there is none."""
     entry = head.nc_entry if isinstance(head, InRegion) else None
-    if not isinstance(entry, Entry) or entry.name == in_force() or entry.is_on_an_island:
+    if (
+        not isinstance(entry, RegionEntry)
+        or entry.name == active_region()
+        or entry.is_autocast_disabled
+    ):
         return None
     return entry.region
 
@@ -123,7 +127,7 @@ def _here(
     rows, flat = hidden.reshape(-1, head.in_features), targets.flatten()
     dtype = _operand_dtype(hidden, head) if plain else None
     if dtype is not None:
-        if isinstance(head, Onlooker):
+        if isinstance(head, Probe):
             head.nc_sees(rows)
         loss = chunked_loss(rows, head.weight, head.bias, flat, terms=terms, dtype=dtype)
     elif not plain and _is_fp8(head, terms):

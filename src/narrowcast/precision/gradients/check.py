@@ -43,7 +43,7 @@ class Unscaled:
         return Checked(norms=norms, norm=edited.norm, finite=finite)
 
 
-def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
     """Return the fp32 norm of each gradient."""
     return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
 
@@ -52,7 +52,7 @@ def check_gradients(
     gradients: Sequence[Tensor],
     inv_scales: Tensor | None,
     *,
-    take_norms: Callable[[Sequence[Tensor]], Tensor] = norms_of,
+    take_norms: Callable[[Sequence[Tensor]], Tensor] = gradient_norms,
 ) -> Checked:
     """Take the norms of all gradients; `inv_scales` is one factor for each, or one for all."""
     norms = take_norms(gradients)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 # Powers of two that are normal fp32 numbers, as their inverses are.
 SMALLEST_POWER, LARGEST_POWER = 2.0**-126, 2.0**126
@@ -58,25 +58,25 @@ class LossScale:
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise RecipeError(f"loss_scale.{name} must be a number, got {value!r}.")
+                raise ConfigError(f"loss_scale.{name} must be a number, got {value!r}.")
         _check_factor("growth_factor", self.growth_factor, ends="above 1", least=2)
         _check_factor("backoff_factor", self.backoff_factor, ends="below 1", most=0.5)
         for name in ("init_scale", "min_scale", "max_scale"):
             # Rounded down, so that `max_scale` holds whatever was requested.
             object.__setattr__(self, name, power_of_two_below(getattr(self, name)))
             if not SMALLEST_POWER <= getattr(self, name) <= LARGEST_POWER:
-                raise RecipeError(
+                raise ConfigError(
                     f"loss_scale.{name}={getattr(self, name):g}: fp32 must hold it and its "
                     f"inverse; write a value from {SMALLEST_POWER:g} to {LARGEST_POWER:g}"
                 )
         if not self.min_scale <= self.init_scale <= self.max_scale:
-            raise RecipeError(
+            raise ConfigError(
                 "loss_scale.init_scale must lie between min_scale and max_scale, got "
                 f"init_scale={self.init_scale:g}, min_scale={self.min_scale:g} and "
                 f"max_scale={self.max_scale:g}. Change the one that you did not mean."
             )
         if self.growth_interval < 1 or self.hysteresis < 1:
-            raise RecipeError(
+            raise ConfigError(
                 "loss_scale.growth_interval and hysteresis count steps; write 1 or more"
             )
 
@@ -88,7 +88,7 @@ def _check_factor(
     positive = value > 0 and math.isfinite(value)
     works = min(max(power_of_two_below(value), least), most) if positive else least or most
     if value != works:
-        raise RecipeError(
+        raise ConfigError(
             f"loss_scale.{name} must be a power of two {ends}, so that scaling loses no digits, "
             f"got {value:g}. Write {name}={works:g}."
         )
@@ -97,7 +97,7 @@ def _check_factor(
 def power_of_two_below(value: float) -> float:
     """Return the largest power of two that is at most `value`."""
     if not (value > 0 and math.isfinite(value)):
-        raise RecipeError(f"a loss scale of {value} is none; write a positive number")
+        raise ConfigError(f"a loss scale of {value} is none; write a positive number")
     return math.ldexp(1.0, math.frexp(value)[1] - 1)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.gradients.check import Checked, check_gradients
 from narrowcast.precision.gradients.loss_scale import LossScale, RunningScale
 
@@ -29,7 +29,7 @@ class Scales:
         settings: LossScale | Mapping[str, LossScale] | None,
         *,
         parts: Sequence[str],
-        part_of: Sequence[int],
+        group_indices: Sequence[int],
         device: torch.device,
     ) -> None:
         named = settings if isinstance(settings, Mapping) else {"loss": settings}
@@ -41,13 +41,13 @@ class Scales:
         """The scale of the first loss; none where losses are not scaled."""
         self.per_loss = isinstance(settings, Mapping) and len(self._losses) > 1
         if parts and (self.per_loss or not self._losses):
-            raise RecipeError(
+            raise ConfigError(
                 "parts of the model have a loss scale of their own only under one loss scale; "
                 "write one loss scale, and a policy that uses it (fp16)"
             )
         self.parts = {glob: RunningScale(self._part_settings(), device) for glob in parts}
         # 0 stands for the parameters outside all parts.
-        self._part_of = torch.tensor(part_of, device=device)
+        self._group_of_weight = torch.tensor(group_indices, device=device)
         self._finite: dict[str, Tensor] = {}
         self._nothing_gives_way = torch.ones((), dtype=torch.bool, device=device)
 
@@ -56,7 +56,7 @@ class Scales:
         if not self._losses:
             return None
         if name not in self._losses:
-            raise RecipeError(
+            raise ConfigError(
                 f"no loss scale is named {name!r}; prepare was given {', '.join(self._losses)}"
             )
         return self._losses[name]
@@ -107,7 +107,7 @@ class Scales:
         inv_scale = next(iter(self._losses.values())).value.reciprocal()
         if not self.parts:
             return inv_scale
-        return (inv_scale * self._part_factors())[self._parts_of(present)]
+        return (inv_scale * self._part_factors())[self._group_indices(present)]
 
     def update(self, checked: Checked, present: Sequence[int]) -> Tensor:
         """Move every scale after a step; return whether none can give way to an overflow."""
@@ -126,7 +126,7 @@ class Scales:
             whole.update(checked.finite)
             return at_floor
         bad = torch.zeros(len(self.parts) + 1, device=checked.norms.device)
-        bad.index_add_(0, self._parts_of(present), (~checked.norms.isfinite()).float())
+        bad.index_add_(0, self._group_indices(present), (~checked.norms.isfinite()).float())
         can_give_way = torch.zeros_like(checked.finite)
         for i, part in enumerate(self.parts.values(), start=1):
             blamed = bad[i] > 0
@@ -154,10 +154,12 @@ class Scales:
         return replace(whole, init_scale=1.0, min_scale=1 / PART_SPREAD, max_scale=PART_SPREAD)
 
     def _part_factors(self) -> Tensor:
-        one = torch.ones((), device=self._part_of.device)
+        one = torch.ones((), device=self._group_of_weight.device)
         return torch.stack([one, *(part.value.reciprocal() for part in self.parts.values())])
 
-    def _parts_of(self, present: Sequence[int]) -> Tensor:
-        if len(present) == len(self._part_of):
-            return self._part_of
-        return self._part_of[torch.tensor(list(present), device=self._part_of.device)]
+    def _group_indices(self, present: Sequence[int]) -> Tensor:
+        if len(present) == len(self._group_of_weight):
+            return self._group_of_weight
+        return self._group_of_weight[
+            torch.tensor(list(present), device=self._group_of_weight.device)
+        ]

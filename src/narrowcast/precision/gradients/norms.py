@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.kernels.tables import Places, upload
-from narrowcast.precision.dtensor import as_sharded, local_part, shards_of
-from narrowcast.precision.gradients.check import norms_of
+from narrowcast.kernels.tables import TensorAddresses, upload
+from narrowcast.precision.dtensor import as_sharded, local_part, local_shards
+from narrowcast.precision.gradients.check import gradient_norms
 
 if TYPE_CHECKING:
     from narrowcast.kernels.grad_norm import NormKernel
@@ -29,7 +29,7 @@ class GradientNorms:
         self._mesh = meshes.pop() if meshes else None
         self._kernel = _kernel_on(local_part(weights[0]).device) if kernel else None
 
-    def taken_places(self) -> Places | None:
+    def taken_places(self) -> TensorAddresses | None:
         """Hand over where the gradients of the last call are; nothing is known of them afterwards.
 
         None where no kernel has looked. Whoever asks must do so before anybody can move them.
@@ -51,8 +51,8 @@ class GradientNorms:
 
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient, shards on other devices included."""
-        take = norms_of if self._kernel is None else self._kernel
-        norms = take(shards_of(gradients))
+        take = gradient_norms if self._kernel is None else self._kernel
+        norms = take(local_shards(gradients))
         if self._mesh is None:
             return norms
         for dim in range(self._mesh.ndim):

@@ -5,13 +5,13 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.gradients.loss_scale import RunningScale
 from narrowcast.precision.modules.wrappers import OwnLossScale
 from narrowcast.precision.swap import swap
 
 
-def part_of(name: str, globs: Sequence[str]) -> int:
+def group_index(name: str, globs: Sequence[str]) -> int:
     """Return which part a weight is in, counted from one; zero for none."""
     for i, glob in enumerate(globs, start=1):
         pieces = name.split(".")
@@ -25,18 +25,18 @@ def find_parts(model: nn.Module, globs: Sequence[str]) -> dict[str, list[nn.Modu
     inside: set[nn.Module] = set()
     parts = {}
     for glob in globs:
-        found = [m for name, m in model.named_modules() if fnmatchcase(name, glob)]
-        if not found:
-            raise RecipeError(f"loss_scale.scale_groups: {glob!r} matches no module")
-        for module in found:
+        matches = [m for name, m in model.named_modules() if fnmatchcase(name, glob)]
+        if not matches:
+            raise ConfigError(f"loss_scale.scale_groups: {glob!r} matches no module")
+        for module in matches:
             if inside & set(module.modules()):
-                raise RecipeError(
+                raise ConfigError(
                     f"loss_scale.scale_groups: {glob!r} names a module that is in a group "
                     "already, or holds one that is; write globs of which no module is part of two"
                 )
             inside |= set(module.modules())
-        parts[glob] = found
-    _refuse_shared_weights(model, inside)
+        parts[glob] = matches
+    _check_shared_weights(model, inside)
     return parts
 
 
@@ -49,12 +49,12 @@ def scale_parts(
             swap(module, OwnLossScale, nc_scale=scales[glob])
 
 
-def _refuse_shared_weights(model: nn.Module, inside: set[nn.Module]) -> None:
+def _check_shared_weights(model: nn.Module, inside: set[nn.Module]) -> None:
     within = {p for module in inside for p in module.parameters(recurse=False)}
     for name, module in model.named_modules():
         shared = module not in inside and within & set(module.parameters(recurse=False))
         if shared:
-            raise RecipeError(
+            raise ConfigError(
                 f"loss_scale.scale_groups: {name} shares a weight with a group it is not in, and "
                 "its gradients would have two scales; write globs that name all its modules, or "
                 "none"

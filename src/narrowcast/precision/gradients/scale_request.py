@@ -6,45 +6,45 @@ from typing import final
 import torch
 from torch import nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.gradients.loss_scales import Scales
-from narrowcast.precision.gradients.scale_groups import find_parts, part_of
+from narrowcast.precision.gradients.scale_groups import find_parts, group_index
 from narrowcast.precision.plan.policy import Policy
 
 Settings = LossScale | Mapping[str, LossScale]
-Asked = float | LossScale | Mapping[str, float | LossScale]
+RequestedScale = float | LossScale | Mapping[str, float | LossScale]
 """What settings may be written as: a number is the scale to begin with."""
 
 
-def settings_from(asked: Asked | None) -> Settings | None:
+def settings_from(requested: RequestedScale | None) -> Settings | None:
     """Return the settings that somebody has written in one of these ways; refuse any other."""
-    if isinstance(asked, Mapping):
-        if not asked:
-            raise RecipeError("loss_scale={} names no loss; write one scale, or one for each loss")
-        return {name: _scale_from(value) for name, value in asked.items()}
-    return None if asked is None else _scale_from(asked)
+    if isinstance(requested, Mapping):
+        if not requested:
+            raise ConfigError("loss_scale={} names no loss; write one scale, or one for each loss")
+        return {name: _scale_from(value) for name, value in requested.items()}
+    return None if requested is None else _scale_from(requested)
 
 
-def _scale_from(asked: object) -> LossScale:
-    if isinstance(asked, LossScale):
-        return asked
-    if isinstance(asked, int | float) and not isinstance(asked, bool):
-        return LossScale(init_scale=asked)
+def _scale_from(request: object) -> LossScale:
+    if isinstance(request, LossScale):
+        return request
+    if isinstance(request, int | float) and not isinstance(request, bool):
+        return LossScale(init_scale=request)
     instead = "write a LossScale, the number to begin with, or leave it out"
-    if isinstance(asked, torch.amp.GradScaler):
+    if isinstance(request, torch.amp.GradScaler):
         instead = (
             "prepare() scales by itself: leave the scaler and its scale(), unscale_(), step() and "
             "update() out"
         )
-        if asked.is_enabled():
+        if request.is_enabled():
             instead += (
-                f", and write loss_scale=LossScale(init_scale={asked.get_scale():g}, "
-                f"growth_interval={asked.get_growth_interval()}), or nothing for the default"
+                f", and write loss_scale=LossScale(init_scale={request.get_scale():g}, "
+                f"growth_interval={request.get_growth_interval()}), or nothing for the default"
             )
         else:
             instead += "; a scale of another beginning is written loss_scale=1024.0"
-    raise RecipeError(f"loss_scale={type(asked).__name__}: that is no loss scale; {instead}")
+    raise ConfigError(f"loss_scale={type(request).__name__}: that is no loss scale; {instead}")
 
 
 @final
@@ -65,7 +65,7 @@ class ScaleRequest:
         """Whether a scale was asked for under a policy that needs none: it stays under all."""
         self.parts = find_parts(model, scale_groups)
         """The modules of each group."""
-        self._part_of = [part_of(name, scale_groups) for name in names]
+        self._group_index = [group_index(name, scale_groups) for name in names]
 
     def first(self, policy: Policy) -> Scales:
         """Return the scales that a run begins with under this policy."""
@@ -87,12 +87,14 @@ class ScaleRequest:
         return _lossless(scales, policy)  # needed before and after, or by nobody but asked for
 
     def _begun(self, settings: Settings | None) -> Scales:
-        return Scales(settings, parts=self._groups, part_of=self._part_of, device=self._device)
+        return Scales(
+            settings, parts=self._groups, group_indices=self._group_index, device=self._device
+        )
 
 
 def _lossless(scales: Scales, policy: Policy) -> Scales:
     if scales.per_loss and policy.grads_format == "fp16":
-        raise RecipeError(
+        raise ConfigError(
             "several loss scales are divided out before the gradients are added, and fp16 "
             "gradients would vanish there; write grads=fp32 in the policy"
         )

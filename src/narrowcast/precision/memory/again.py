@@ -33,8 +33,8 @@ class Once:
         ]
         self._written: set[int] | None = None
         """Those that any pass has written; None before the first."""
-        found = (module.__dict__.get("nc_history") for module in modules)
-        self._histories = next((h.whole for h in found if isinstance(h, AmaxHistory)), None)
+        result = (module.__dict__.get("nc_history") for module in modules)
+        self._histories = next((h.whole for h in result if isinstance(h, AmaxHistory)), None)
 
     def before(self) -> "Again":
         """Keep what buffers hold before a pass: all of them the first time, then what is written.

@@ -59,16 +59,16 @@ class Recomputed(Transparent):
     # Not `forward`: a block that is compiled by itself is computed again as it is compiled.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, and keep of it what the second pass needs."""
-        kept = _without_cache(self, kwargs) if torch.is_grad_enabled() else None
-        if kept is None:
+        stored = _without_cache(self, kwargs) if torch.is_grad_enabled() else None
+        if stored is None:
             return super().__call__(*args, **kwargs)
-        return _recomputed(self, super().__call__, args, kept)
+        return _recomputed(self, super().__call__, args, stored)
 
 
 def recompute_blocks(model: nn.Module, plan: MemoryPlan) -> None:
     """Let the blocks of a plan be computed again, if it says so."""
-    if plan.asked.checkpoint != "none":
-        selective = plan.asked.checkpoint == "selective"
+    if plan.requested.activation_checkpointing != "none":
+        selective = plan.requested.activation_checkpointing == "selective"
         for name in plan.blocks:
             block = model.get_submodule(name)
             swap(block, Recomputed, nc_once=Once(block), nc_selective=selective, nc_draws=False)
@@ -88,13 +88,13 @@ def _recomputed(
     block: Recomputed, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     again = block.nc_once.before()
-    device = _gpu_of(args, kwargs)
+    device = _first_gpu(args, kwargs)
     captured = device is not None and is_capturing(device)
     if captured and block.nc_draws:
         raise UnsupportedError(
             "cuda_graph=true: blocks that draw random numbers (dropout) cannot draw the same ones "
             "again inside a CUDA graph; write cuda_graph=false, a dropout of 0, or "
-            "memory.checkpoint=none"
+            "memory.activation_checkpointing=none"
         )
     drawn = None if device is None or captured else _drawn(device)
     # A second pass ends where all that is needed is there, by an exception: a compiled block would
@@ -118,11 +118,11 @@ def _contexts(again: Again, *, selective: bool) -> tuple[Any, Any]:
     """Return what holds over the first pass of a block, and over the second."""
     if not selective:
         return contextlib.nullcontext(), again
-    first, second = create_selective_checkpoint_contexts(_kept_or_not)
+    first, second = create_selective_checkpoint_contexts(_save_policy)
     return first, _Both(again, second)
 
 
-def _kept_or_not(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _save_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep what is slow to compute; but what draws random numbers must draw them again."""
     name = op.name().partition(".")[0] if isinstance(op, torch._ops.OpOverload) else ""
     if name not in PRODUCTS or _dropout(op, args, kwargs):
@@ -133,8 +133,8 @@ def _kept_or_not(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 def _dropout(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
     for i, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return float(given or 0.0)
+            inputs = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return float(inputs or 0.0)
     return 0.0
 
 
@@ -156,9 +156,9 @@ class _Both:
             self._outer.__exit__(*raised)
 
 
-def _gpu_of(args: Any, kwargs: Any) -> torch.device | None:
-    found = (t.device for t in tensors_in((args, kwargs)) if t.is_cuda)
-    return next(found, None)
+def _first_gpu(args: Any, kwargs: Any) -> torch.device | None:
+    matched = (t.device for t in tensors_in((args, kwargs)) if t.is_cuda)
+    return next(matched, None)
 
 
 def _drawn(device: torch.device) -> int:

@@ -60,10 +60,10 @@ def _offloaded(
     block: Offloaded, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     shelf = block.nc_shelf
-    kept = shelf.begin(_others(block, args, kwargs))
-    with saved_tensors_hooks(kept.pack, _unpack):
+    stored = shelf.begin(_others(block, args, kwargs))
+    with saved_tensors_hooks(stored.pack, _unpack):
         result = call(*args, **kwargs)
-    shelf.end(kept)
+    shelf.end(stored)
     return result
 
 
@@ -74,29 +74,29 @@ class Shelf:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.up, self.down = Lane(device), Lane(device)
-        self._last: weakref.ref[Kept] | None = None
+        self._last: weakref.ref[OffloadedStorages] | None = None
 
-    def begin(self, others: set[int]) -> "Kept":
+    def begin(self, others: set[int]) -> "OffloadedStorages":
         """Return what will hold the storages of a block but those of others, by address."""
-        return Kept(self, others, before=self._last)
+        return OffloadedStorages(self, others, before=self._last)
 
-    def end(self, kept: "Kept") -> None:
+    def end(self, saved: "OffloadedStorages") -> None:
         """Let go of what the block before kept: the copies of this one are on their way."""
         before = None if self._last is None else self._last()
         if before is not None:
             before.let_go()
-        self._last = weakref.ref(kept)
+        self._last = weakref.ref(saved)
 
 
 @final
-class Kept:
+class OffloadedStorages:
     """The storages of one pass of a block: on the device, on the host, or on their way."""
 
     def __init__(
-        self, shelf: Shelf, others: set[int], *, before: "weakref.ref[Kept] | None"
+        self, shelf: Shelf, others: set[int], *, before: "weakref.ref[OffloadedStorages] | None"
     ) -> None:
         self._shelf, self._others, self._before = shelf, others, before
-        self._after: weakref.ref[Kept] | None = None
+        self._after: weakref.ref[OffloadedStorages] | None = None
         if before is not None and (earlier := before()) is not None:
             earlier._after = weakref.ref(self)
         self._places: dict[tuple[int, int], int] = {}
@@ -144,7 +144,7 @@ class Kept:
         if not self._begun:
             self._leave()
 
-    def storage(self, place: int) -> Tensor:
+    def storage(self, location: int) -> Tensor:
         """Return the bytes of a storage on the device, for the backward pass of the block."""
         if not self._begun or self._there is None:
             self._begun = True
@@ -157,11 +157,11 @@ class Kept:
                 later._leave()
             if self._before is not None and (earlier := self._before()) is not None:
                 earlier.fetch()
-        self._refuse_torn(place)
+        self._check_overwritten(location)
         wait_for(self._ready, self._shelf.device)
         self._arriving &= computing_on(self._shelf.device) != self._home
         assert self._there is not None
-        return self._there[place]
+        return self._there[location]
 
     def fetch(self) -> None:
         """Send for the storages, unless they are on the device or on their way there."""
@@ -183,10 +183,10 @@ class Kept:
 
     def _written_to(self) -> set[int]:
         """Return the places of storages that were written to since they were copied."""
-        return {place for tensor, version, place in self._seen if tensor._version != version}
+        return {position for tensor, version, position in self._seen if tensor._version != version}
 
-    def _refuse_torn(self, place: int) -> None:
-        if place in self._torn:
+    def _check_overwritten(self, location: int) -> None:
+        if location in self._torn:
             raise UnsupportedError(
                 "memory.offload=[activations]: what a backward pass needs was modified by an "
                 "inplace operation while it was copied to the host; write that operation out of "
@@ -213,13 +213,13 @@ class Kept:
 class _View:
     """How a tensor lies in a storage that is kept."""
 
-    def __init__(self, kept: Kept, place: int, tensor: Tensor) -> None:
-        self._kept, self._place, self._dtype = kept, place, tensor.dtype
+    def __init__(self, stored: OffloadedStorages, location: int, tensor: Tensor) -> None:
+        self._storages, self._index, self._dtype = stored, location, tensor.dtype
         self._lies = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def tensor(self) -> Tensor:
         """Return the tensor as it was."""
-        whole = self._kept.storage(self._place)
+        whole = self._storages.storage(self._index)
         return torch.empty(0, dtype=self._dtype, device=whole.device).set_(
             whole.untyped_storage(), self._lies[2], self._lies[0], self._lies[1]
         )

@@ -12,8 +12,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.numerics import plain_format
 from narrowcast.precision.fp8.delayed import AmaxHistories, AmaxHistory
-from narrowcast.precision.fp8.kept_products import KeptProducts
 from narrowcast.precision.fp8.linear import Fp8Linear
+from narrowcast.precision.fp8.quantized_frozen_products import QuantizedFrozenProducts
 from narrowcast.precision.fused.carry_out import fuse_pieces
 from narrowcast.precision.fused.declared import fused_mlp_layers
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
@@ -33,11 +33,11 @@ from narrowcast.precision.modules.wrappers import (
     Untraced,
     WithoutFastPath,
 )
-from narrowcast.precision.plan.module_kinds import kind_of, multiplies, needs_one_dtype
+from narrowcast.precision.plan.module_kinds import module_kind, multiplies, needs_one_dtype
 from narrowcast.precision.plan.module_plan import ModulePlan, is_uniform, widens
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.products.entry import Entry, InRegion, PreparedModel
+from narrowcast.precision.products.entry import InRegion, PreparedModel, RegionEntry
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.products.regions import Region
 from narrowcast.precision.swap import has_own_forward, plain_class, restore, swap
@@ -105,27 +105,27 @@ def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
 
 def _rewrite_linear(module: nn.Module, module_plan: ModulePlan, autocast: str | None) -> None:
     """Let a linear layer multiply in formats of its own."""
-    given: dict[str, object] = {
+    settings: dict[str, object] = {
         "nc_formats": ProductFormats.of(module_plan.policy),
         "nc_autocast": autocast,
     }
-    if module_plan.kept is not None:
-        swap(module, KeptProducts, nc_native=module_plan.how == "native", **given)
+    if module_plan.frozen is not None:
+        swap(module, QuantizedFrozenProducts, nc_native=module_plan.how == "native", **settings)
     else:
         kind = EmulatedLinear if module_plan.how == "emulated" else Fp8Linear
-        swap(module, kind, nc_history=None, **given)
+        swap(module, kind, nc_history=None, **settings)
 
 
 def _give_entries(model: nn.Module, regions: Mapping[str, Region]) -> None:
     """Let every module that computes with weights find its region in force, or enter it."""
     prepared = PreparedModel(model)
-    entries = {name: Entry(region, prepared) for name, region in regions.items()}
+    entries = {name: RegionEntry(region, prepared) for name, region in regions.items()}
     by_hand: set[nn.Module] = set()  # a weight is computed wherever somebody looks at it
     for name, module in model.named_modules():
         if isinstance(module, ParametrizationList):
             by_hand |= set(module.modules())
         called = plain_class(module).forward is not nn.Module.forward or has_own_forward(module)
-        weighs = next(module.parameters(), None) is not None and multiplies(kind_of(module))
+        weighs = next(module.parameters(), None) is not None and multiplies(module_kind(module))
         if name in entries or (called and weighs and module not in by_hand):
             entry = _around(name, entries)
             begins = name in entries and (name != "" or not entry.region.is_plain)
@@ -152,11 +152,11 @@ def weight_formats(
         own = list(module.parameters(recurse=module_plan.kind == "attention"))
         wide = needs_one_dtype(module_plan.kind) and not trained >= set(own)
         wide = wide or any(isinstance(h, SpectralNorm) for h in module._forward_pre_hooks.values())
-        given = "fp32" if wide else module_plan.policy.params
+        inputs = "fp32" if wide else module_plan.policy.params
         for parameter in own:
             if parameter in trained:
-                before = wanted.get(parameter, given)
-                wanted[parameter] = "fp32" if "fp32" in (before, given) else before
+                before = wanted.get(parameter, inputs)
+                wanted[parameter] = "fp32" if "fp32" in (before, inputs) else before
     return wanted
 
 
@@ -177,7 +177,7 @@ def _needs_own_products(module_plan: ModulePlan, around: Region) -> bool:
             return False
         case "native":
             return not is_uniform(module_plan.policy)
-        case "emulated" if module_plan.kept:
+        case "emulated" if module_plan.frozen:
             return True  # a region would emulate the forward pass, and know nothing of the other
         case "emulated":
             like_region = around.emulated and module_plan.policy.forward == around.format_name
@@ -200,10 +200,10 @@ def _give_histories(model: nn.Module, plan: Plan) -> None:
         module.nc_history = histories.of(i)
     # A compiler makes one cast of those that have one scale; eager layers find it out themselves.
     for siblings in siblings_in(model):
-        found = [each.__dict__.get("nc_history") for each in siblings]
-        kept = [each for each in found if isinstance(each, AmaxHistory)]
-        for each in kept[1:]:
-            each.reads_with(kept[0])
+        matches = [each.__dict__.get("nc_history") for each in siblings]
+        stored = [each for each in matches if isinstance(each, AmaxHistory)]
+        for each in stored[1:]:
+            each.reads_with(stored[0])
 
 
 def _fuse_mlps(model: nn.Module, plan: Plan) -> None:

@@ -11,7 +11,7 @@ from narrowcast.kernels.tables import is_dense
 from narrowcast.precision.plan.plan import Plan
 
 
-def refuse_shared_memory(model: nn.Module, trained: Set[nn.Parameter], plan: Plan) -> None:
+def check_shared_memory(model: nn.Module, trained: Set[nn.Parameter], plan: Plan) -> None:
     """Refuse 16-bit weights that would have memory of their own, where they shared one with others.
 
     With weights that are trained or frozen, or with buffers. In fp32 nothing is moved, and they
@@ -25,11 +25,12 @@ def refuse_shared_memory(model: nn.Module, trained: Set[nn.Parameter], plan: Pla
         n: narrow[_owner(n)] for n, t in held.items() if t in trained and _owner(n) in narrow
     }
     for one, other in _overlapping(held):
-        kept = lowered.get(one) or lowered.get(other)
-        if kept is not None:
+        stored = lowered.get(one) or lowered.get(other)
+        if stored is not None:
             stay = " and ".join(f"`{_owner(name) or '*'}: params=fp32`" for name in (one, other))
             raise UnsupportedError(
-                f"{other} lies in the memory of {one}, and params={kept} gives each memory of its "
+                f"{other} lies in the memory of {one}, and params={stored} gives each memory of "
+                "its "
                 "own, so that they would be tied no more; let both modules have one Parameter, "
                 f"multiply by a view of it in forward(), or write {stay} in the policy"
             )
@@ -69,10 +70,10 @@ def _share_an_element(first: Tensor, second: Tensor) -> bool:
         return True
     # Columns of one matrix, say, lie in between one another.
     begin, size = first.data_ptr(), first.element_size()
-    apart = second.data_ptr() - begin
-    if size != second.element_size() or apart % size:
+    separate = second.data_ptr() - begin
+    if size != second.element_size() or separate % size:
         return True  # of other formats, over one another
-    length = max(_extent(first), apart + _extent(second)) // size
+    length = max(_extent(first), separate + _extent(second)) // size
     touched = torch.zeros(length, dtype=torch.bool)
     touched.as_strided(first.shape, first.stride(), 0).fill_(True)
-    return bool(touched.as_strided(second.shape, second.stride(), apart // size).any())
+    return bool(touched.as_strided(second.shape, second.stride(), separate // size).any())

@@ -44,15 +44,15 @@ def siblings_in(model: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
                 for each in layers
                 if isinstance(each, nn.Linear)
             )
-            asked = plain_class(module), names, shapes
-            if asked not in answers:  # modules of one class and shape do the same
-                answers[asked] = siblings_of(module, names)
-            found = [module._modules[name] for name in answers[asked]]
-            if found:
-                yield tuple(each for each in found if isinstance(each, nn.Linear))
+            requested = plain_class(module), names, shapes
+            if requested not in answers:  # modules of one class and shape do the same
+                answers[requested] = find_siblings(module, names)
+            matches = [module._modules[name] for name in answers[requested]]
+            if matches:
+                yield tuple(each for each in matches if isinstance(each, nn.Linear))
 
 
-def siblings_of(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+def find_siblings(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return those of these layers that are always given one tensor: none, or at least two.
 
     Attention that may look elsewhere is asked with and without something to look at.
@@ -61,20 +61,22 @@ def siblings_of(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
     if has_own_forward(module) or not plain.forward.__module__.startswith(_HOUSES):
         return ()
     elsewhere = [each for each in _parameters(plain) if each.name in _ELSEWHERE]
-    found = _given(module, names, ())
+    results = _input_letters(module, names, ())
     if elsewhere:
-        others = _given(module, names, tuple(each.name for each in elsewhere))
-        found = {name: found[name] + others[name] for name in found if name in others}
-    for which in found.values():
+        others = _input_letters(module, names, tuple(each.name for each in elsewhere))
+        results = {name: results[name] + others[name] for name in results if name in others}
+    for which in results.values():
         same = tuple(
-            name for name, each in found.items() if each == which and "another" not in which
+            name for name, each in results.items() if each == which and "another" not in which
         )
         if len(same) > 1:
             return same
     return ()
 
 
-def _given(module: nn.Module, names: tuple[str, ...], elsewhere: tuple[str, ...]) -> dict[str, str]:
+def _input_letters(
+    module: nn.Module, names: tuple[str, ...], elsewhere: tuple[str, ...]
+) -> dict[str, str]:
     """Return which tensor each layer was given, as a letter; nothing of those not called."""
     plain = plain_class(module)
     layers = {name: module._modules[name] for name in names}
@@ -88,10 +90,10 @@ def _given(module: nn.Module, names: tuple[str, ...], elsewhere: tuple[str, ...]
         name: None if each is None else _Absent() for name, each in module._modules.items()
     } | stand_ins
     needed = [each for each in _parameters(plain)[1:] if each.default is each.empty]
-    given: dict[str, Any] = {each.name: None for each in needed} | dict.fromkeys(elsewhere, y)
+    settings: dict[str, Any] = {each.name: None for each in needed} | dict.fromkeys(elsewhere, y)
     try:
         with torch.no_grad():
-            plain.forward(twin, x, **given)
+            plain.forward(twin, x, **settings)
     except (_Seen, AttributeError, TypeError, ValueError, LookupError, RuntimeError):
         pass
     return {name: which for name, which in seen.items() if which}

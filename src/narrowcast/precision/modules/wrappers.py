@@ -58,19 +58,19 @@ class Fp32Norm(Mixin):
         if x is None:
             return super().forward(*args, **kwargs)
         with autocast_off(x.device.type):
-            if not (self.nc_widens_itself and self._nc_is_wide_beside(x)):
+            if not (self.nc_widens_itself and self._nc_has_fp32_weights(x)):
                 # A frozen norm that came in 16 bits computes as it would where it came from.
                 own = _first_parameter(self)
                 wide = torch.float32 if own is None else own.dtype
                 args, kwargs = cast_arguments(args, kwargs, wide)
             return cast_first_float(super().forward(*args, **kwargs), x.dtype)
 
-    def _nc_is_wide_beside(self, x: Tensor) -> bool:
+    def _nc_has_fp32_weights(self, x: Tensor) -> bool:
         """Say whether fp32 weights or statistics tell torch to read 16 bits and compute in fp32."""
-        beside: Tensor | None = self._parameters.get("weight")
-        if beside is None:
-            beside = self._buffers.get("running_mean")
-        if beside is None or beside.dtype != torch.float32 or is_transformed():
+        extra: Tensor | None = self._parameters.get("weight")
+        if extra is None:
+            extra = self._buffers.get("running_mean")
+        if extra is None or extra.dtype != torch.float32 or is_transformed():
             return False
         return x.dtype in (torch.bfloat16, torch.float16)
 
@@ -200,9 +200,9 @@ class OwnLossScale(Mixin):
         factor = self.nc_scale.value
         (args, kwargs), _ = _scale_gradients((args, kwargs), 1 / factor)
         output = super().forward(*args, **kwargs)
-        scaled, found = _scale_gradients(output, factor)
+        scaled, result = _scale_gradients(output, factor)
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if trained and not found:
+        if trained and not result:
             raise UnsupportedError(
                 f"a {type(self).__name__} with a loss scale of its own returned a "
                 f"{type(output).__name__} in which no tensor with gradients was found; let it "

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 
-def decibel_range(found: Sequence[float]) -> str:
+def decibel_range(matches: Sequence[float]) -> str:
     """Write from the least to the most; nothing where there is none."""
-    if not found:
+    if not matches:
         return ""
-    low, high = f"{min(found):.1f}", f"{max(found):.1f}"
+    low, high = f"{min(matches):.1f}", f"{max(matches):.1f}"
     return f"{low} dB" if low == high else f"{low}–{high} dB"

@@ -24,8 +24,8 @@ def groups_alike(
         for alike in groups.values()
         for row in ([alike] if len(alike) >= FEWEST_ALIKE else [[one] for one in alike])
     ]
-    place = {id(module): i for i, module in enumerate(modules)}
-    return sorted(rows, key=lambda row: place[id(row[0])])
+    location = {id(module): i for i, module in enumerate(modules)}
+    return sorted(rows, key=lambda row: location[id(row[0])])
 
 
 def folded(names: Sequence[str]) -> str:

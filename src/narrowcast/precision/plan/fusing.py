@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.precision.plan.folding import folded, groups_alike
@@ -19,18 +19,18 @@ from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.pieces.attention_masks import makes_masks, why_masked
 from narrowcast.precision.plan.pieces.causal_loss import causal_models
 from narrowcast.precision.plan.pieces.known_modules import (
-    gated_mlp_of,
-    gelu_of,
     looks_like_a_gated_mlp,
     looks_like_a_gelu_written_out,
     looks_like_turning,
-    rotary_of,
+    match_gated_mlp,
+    match_rotary,
+    reason_not_gelu,
 )
 from narrowcast.precision.plan.pieces.known_norms import (
-    layer_norm_of,
     looks_like_a_layer_norm,
     looks_like_a_norm,
-    rms_norm_of,
+    match_rms_norm,
+    reason_not_layer_norm,
 )
 from narrowcast.precision.plan.policy import Policy, suggestion
 
@@ -43,32 +43,32 @@ Known = Callable[[nn.Module, Mapping[str, str]], Iterable[tuple[str, str]]]
 
 
 def _losses(model: nn.Module, left: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for found in causal_models(model):
-        head = f"{found.name}.{found.head}".lstrip(".")
-        yield found.name, found.why_not or left.get(head, "")
+    for result in causal_models(model):
+        head = f"{result.name}.{result.head}".lstrip(".")
+        yield result.name, result.why_not or left.get(head, "")
 
 
 def _modules(looks: Callable[[nn.Module], bool], known: Callable[[nn.Module], Any]) -> Known:
     """Return what finds the modules that look like a piece, and asks each what it is."""
 
-    def found(model: nn.Module, left: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    def walk_pieces(model: nn.Module, left: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         for name, module in model.named_modules():
             if looks(module):
                 answer = known(module)
                 why_not = answer if isinstance(answer, str) else ""
                 yield name, why_not or left.get(name, "")
 
-    return found
+    return walk_pieces
 
 
 PIECES: Mapping[str, Known] = {
     "loss": _losses,
-    "gelu": _modules(looks_like_a_gelu_written_out, gelu_of),
-    "layer_norm": _modules(looks_like_a_layer_norm, layer_norm_of),
+    "gelu": _modules(looks_like_a_gelu_written_out, reason_not_gelu),
+    "layer_norm": _modules(looks_like_a_layer_norm, reason_not_layer_norm),
     "mask": _modules(makes_masks, why_masked),
-    "rms_norm": _modules(looks_like_a_norm, rms_norm_of),
-    "rotary": _modules(looks_like_turning, rotary_of),
-    "swiglu": _modules(looks_like_a_gated_mlp, gated_mlp_of),
+    "rms_norm": _modules(looks_like_a_norm, match_rms_norm),
+    "rotary": _modules(looks_like_turning, match_rotary),
+    "swiglu": _modules(looks_like_a_gated_mlp, match_gated_mlp),
 }
 """What finds the modules of a piece in a model, of which some are left: names, and why not."""
 
@@ -113,7 +113,7 @@ class FusedPiece:
         return f"{self.piece}: {names}: {self.reason}" if names else f"{self.piece}: {self.reason}"
 
 
-def lines_of(pieces: Sequence[FusedPiece]) -> list[tuple[str, str]]:
+def piece_lines(pieces: Sequence[FusedPiece]) -> list[tuple[str, str]]:
     """Return what a plan says of its pieces in lines; those left for one reason share a line."""
     fused = [("fused", str(each)) for each in pieces if each.fused]
     left: dict[str, list[FusedPiece]] = {}
@@ -126,7 +126,7 @@ def lines_of(pieces: Sequence[FusedPiece]) -> list[tuple[str, str]]:
     return fused
 
 
-def pieces_asked(fuse: Fuse) -> tuple[str, ...] | None:
+def requested_pieces(fuse: Fuse) -> tuple[str, ...] | None:
     """Return the pieces that are named; None for `auto`, which names none."""
     named = (fuse,) if isinstance(fuse, str) else tuple(fuse)
     if named == (AUTO,):
@@ -136,7 +136,7 @@ def pieces_asked(fuse: Fuse) -> tuple[str, ...] | None:
     for each in named:
         if each not in PIECES:
             known = ", ".join(PIECES)
-            raise RecipeError(
+            raise ConfigError(
                 f"fuse={each!r}: there is no such piece{suggestion(each, list(PIECES))}; write "
                 f"auto, none, or some of {known}"
             )
@@ -153,9 +153,9 @@ def fused_pieces(
     emulated: bool,
 ) -> tuple[FusedPiece, ...]:
     """Decide what is computed as one; what is named and cannot be is refused."""
-    named = pieces_asked(fuse)
+    named = requested_pieces(fuse)
     left = {each.name: why for each in modules if (why := _why_left(each))}
-    found: list[FusedPiece] = []
+    matches: list[FusedPiece] = []
     for piece in PIECES if named is None else named:
         everywhere = _why_nowhere(piece, policy, hardware, named=named is not None)
         everywhere = _EMULATED if emulated else everywhere
@@ -175,8 +175,8 @@ def fused_pieces(
             raise UnsupportedError(
                 f"fuse names {piece}, but {reason}; leave {piece} out, or write fuse=auto"
             )
-        found += of_piece
-    return tuple(found)
+        matches += of_piece
+    return tuple(matches)
 
 
 def _why_left(module: ModulePlan) -> str:

@@ -11,28 +11,28 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.hardware import Speeds
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.widening import in_one_format
 
-Running = Literal["eager", "compiled", "captured"]
+Execution = Literal["eager", "compiled", "graphed"]
 """How a model's passes are run: launched from Python, by a compiler, replayed as a CUDA graph."""
 
 MIN_SPEEDUP = 1.02
 """Below this gain two measurements of the same thing differ."""
 
 
-def running_of(model: nn.Module, asked: Running | None = None) -> Running:
+def detect_execution(model: nn.Module, requested: Execution | None = None) -> Execution:
     """Return how a model will run, as asked; else whether it, or a part, was given to a compiler.
 
     A model that is compiled after it was planned has to say so.
     """
-    if asked is not None:
-        if asked not in get_args(Running):
-            words = " or ".join(f'"{word}"' for word in get_args(Running))
-            raise RecipeError(f"running={asked!r}: passes are run in other ways; write {words}")
-        return asked
+    if requested is not None:
+        if requested not in get_args(Execution):
+            terms = " or ".join(f'"{word}"' for word in get_args(Execution))
+            raise ConfigError(f"execution must be one of {terms}, got {requested!r}.")
+        return requested
     compiled = any(
         module._compiled_call_impl is not None or "_orig_mod" in module._modules
         for module in model.modules()
@@ -47,8 +47,8 @@ class Measured:
     speeds: Speeds | None
     rows: int
     """How many rows a layer multiplies at once."""
-    running: Running
-    only_faster: bool
+    execution: Execution
+    skip_slow_fp8: bool
     """Whether a layer that gains nothing is kept wider."""
 
 
@@ -62,7 +62,7 @@ class Gain:
     """Whether fp8 was left out for what it costs the host alone."""
 
 
-def gain_of(layer: nn.Linear, policy: Policy, measured: Measured, *, asked: bool) -> Gain:
+def measured_gain(layer: nn.Linear, policy: Policy, measured: Measured, *, request: bool) -> Gain:
     """Return the policy that is the faster one for a layer, and what was measured.
 
     Where an exception has `asked` for fp8, nothing is left out for what it costs the host.
@@ -73,26 +73,28 @@ def gain_of(layer: nn.Linear, policy: Policy, measured: Measured, *, asked: bool
     if speeds is not None:
         gain = speeds.gain(kind, tokens=rows, inputs=inputs, outputs=outputs)
         late = speeds.waited_for(
-            kind, tokens=rows, inputs=inputs, outputs=outputs, running=measured.running
+            kind, tokens=rows, inputs=inputs, outputs=outputs, execution=measured.execution
         )
     if gain is None:
         return Gain(policy=policy, why="its speed is not measured here")
-    if gain <= MIN_SPEEDUP and measured.only_faster:
+    if gain <= MIN_SPEEDUP and measured.skip_slow_fp8:
         why = f"kept {wide}: {named} gains nothing ({gain:.2f} ×)"
         return Gain(policy=in_one_format(policy, wide), why=why)
-    if late and measured.only_faster and not asked:
-        why = f"kept {wide}: {measured.running}, the host takes longer over {named} than fp8 saves"
+    if late and measured.skip_slow_fp8 and not request:
+        why = (
+            f"kept {wide}: {measured.execution}, the host takes longer over {named} than fp8 saves"
+        )
         why = f"{why} (else {gain:.2f} ×)"
         return Gain(policy=in_one_format(policy, wide), why=why, spares_host=True)
     return Gain(policy=policy, why=f"{gain:.2f} × {wide} at {named}")
 
 
-def lines_of(running: Running, *, spared: int, weighed: bool) -> Sequence[tuple[str, str]]:
+def execution_lines(running: Execution, *, spared: int, weighed: bool) -> Sequence[tuple[str, str]]:
     """Say how a model is taken to run, where layers are spared fp8 for it or others might be."""
     if not spared and not weighed:
         return []
-    if running == "captured":
-        return [("running", "captured: what fp8 costs the host is not counted")]
-    kept = f"{spared} layer{'s are' if spared > 1 else ' is'}" if spared else "no layer is"
-    told = f"{running}: {kept} kept wider for what fp8 costs the host"
-    return [("running", f"{told}; captured, none would be" if spared else told)]
+    if running == "graphed":
+        return [("execution", "graphed: what fp8 costs the host is not counted")]
+    stored = f"{spared} layer{'s are' if spared > 1 else ' is'}" if spared else "no layer is"
+    message = f"{running}: {stored} kept wider for what fp8 costs the host"
+    return [("execution", f"{message}; graphed, none would be" if spared else message)]

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.precision.plan.folding import folded, groups_alike
 from narrowcast.precision.plan.policy import matches, suggestion
@@ -26,7 +26,7 @@ Offload = Literal["optimizer", "activations"]
 class Memory:
     """What a run gives up time for, to need less memory on the device."""
 
-    checkpoint: Checkpoint = "none"
+    activation_checkpointing: Checkpoint = "none"
     """What a backward pass computes again: nothing, whole blocks, or all but products in them."""
     offload: Sequence[Offload] = ()
     """What is kept in the host's memory: moments of the optimizer, what blocks keep for it."""
@@ -34,32 +34,33 @@ class Memory:
     """Globs of the modules that are blocks; none: found by structure."""
 
     def __post_init__(self) -> None:
-        if self.checkpoint not in get_args(Checkpoint):
-            close = suggestion(str(self.checkpoint), get_args(Checkpoint))
-            raise RecipeError(
-                f"memory.checkpoint={self.checkpoint!r}: there is no such{close}; write none, "
+        if self.activation_checkpointing not in get_args(Checkpoint):
+            close = suggestion(str(self.activation_checkpointing), get_args(Checkpoint))
+            raise ConfigError(
+                f"memory.activation_checkpointing={self.activation_checkpointing!r}: there is no "
+                f"such{close}; write none, "
                 "blocks or selective"
             )
         for name in ("offload", "blocks"):
-            if isinstance(given := getattr(self, name), str):
-                raise RecipeError(f"memory.{name}={given!r} is a text; write a list: [{given!r}]")
-            object.__setattr__(self, name, tuple(dict.fromkeys(given)))
+            if isinstance(inputs := getattr(self, name), str):
+                raise ConfigError(f"memory.{name}={inputs!r} is a text; write a list: [{inputs!r}]")
+            object.__setattr__(self, name, tuple(dict.fromkeys(inputs)))
         for each in self.offload:
             if each not in get_args(Offload):
-                raise RecipeError(
+                raise ConfigError(
                     f"memory.offload names {each!r}{suggestion(str(each), get_args(Offload))}; "
                     "write some of optimizer, activations"
                 )
         if self.blocks and not self.by_block:
-            raise RecipeError(
+            raise ConfigError(
                 "memory.blocks says what blocks are, and nothing is done by block; write "
-                "memory.checkpoint=blocks too, or leave memory.blocks out"
+                "memory.activation_checkpointing=blocks too, or leave memory.blocks out"
             )
 
     @property
     def by_block(self) -> bool:
         """Whether any of it is done block by block."""
-        return self.checkpoint != "none" or "activations" in self.offload
+        return self.activation_checkpointing != "none" or "activations" in self.offload
 
 
 AS_IT_IS = Memory()
@@ -70,7 +71,7 @@ AS_IT_IS = Memory()
 class MemoryPlan:
     """What is done to save memory, and to which blocks."""
 
-    asked: Memory = AS_IT_IS
+    requested: Memory = AS_IT_IS
     blocks: tuple[str, ...] = ()
     """Names of the blocks, in the model's order; none where nothing is done by block."""
     on_host: int = 0
@@ -79,18 +80,18 @@ class MemoryPlan:
     @property
     def offloads_optimizer(self) -> bool:
         """Whether moments are kept on the host."""
-        return "optimizer" in self.asked.offload
+        return "optimizer" in self.requested.offload
 
     @property
     def offloads_activations(self) -> bool:
         """Whether what blocks keep for their backward pass waits on the host."""
-        return "activations" in self.asked.offload
+        return "activations" in self.requested.offload
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return {
-            "checkpoint": self.asked.checkpoint,
-            "offload": list(self.asked.offload),
+            "activation_checkpointing": self.requested.activation_checkpointing,
+            "offload": list(self.requested.offload),
             "blocks": list(self.blocks),
             "on_host": self.on_host,
         }
@@ -99,11 +100,11 @@ class MemoryPlan:
     def lines(self) -> list[tuple[str, str]]:
         """What a plan says of it, each under the name of what is saved."""
         shown = []
-        if self.asked.checkpoint != "none":
+        if self.requested.activation_checkpointing != "none":
             what = {
                 "blocks": "computed again in the backward pass, whole: only their inputs are kept",
                 "selective": "computed again in the backward pass, but for products and attention",
-            }[self.asked.checkpoint]
+            }[self.requested.activation_checkpointing]
             shown.append(("blocks", f"{self._names}: {what}"))
         if self.offloads_activations:
             text = "what their backward pass needs waits for it in pinned host memory"
@@ -131,13 +132,13 @@ def plan_memory(
             f"and on {hardware.device} it lies there; leave memory.offload out"
         )
     names = block_names(model, memory.blocks) if memory.by_block else ()
-    if memory.checkpoint != "none":
-        _refuse_own_checkpointing(model)
-    if memory.checkpoint == "selective":
-        _refuse_written_over(model, names)
+    if memory.activation_checkpointing != "none":
+        _check_own_checkpointing(model)
+    if memory.activation_checkpointing == "selective":
+        _check_in_place_writes(model, names)
     offloaded = "optimizer" in memory.offload
     return MemoryPlan(
-        asked=memory, blocks=names, on_host=sizes.get("moments", 0) if offloaded else 0
+        requested=memory, blocks=names, on_host=sizes.get("moments", 0) if offloaded else 0
     )
 
 
@@ -146,18 +147,18 @@ def block_names(model: nn.Module, globs: Sequence[str] = ()) -> tuple[str, ...]:
     if globs:
         return _matching(model, globs)
     # A layer by itself keeps its input and no more: to compute it again would gain nothing.
-    found = tuple(
+    result = tuple(
         name
         for name, block in repeated_blocks(model)
         if _is_called(block) and next(block.children(), None) is not None
     )
-    if not found:
-        raise RecipeError(
+    if not result:
+        raise ConfigError(
             "memory: the model has no list of several modules of one class that could be its "
             'blocks; say which modules are, e.g. memory.blocks=["encoder", "layers.*"], or leave '
             "memory out"
         )
-    return found
+    return result
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -185,44 +186,46 @@ def _matching(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
     names = [name for name, _ in model.named_modules() if name]
     for glob in globs:
         if not any(matches(name, glob) for name in names):
-            raise RecipeError(
+            raise ConfigError(
                 f"memory.blocks names {glob!r}, which matches no module{suggestion(glob, names)}; "
                 "the plan without it lists the modules"
             )
-    found: list[str] = []
+    matched: list[str] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in matched)
         if name and not inside and any(matches(name, glob) for glob in globs):
             if not _is_called(module):
-                raise RecipeError(
+                raise ConfigError(
                     f"memory.blocks names {name}, a {plain_class(module).__name__}, which is never "
                     f'called itself; name what is in it, e.g. "{name}.*"'
                 )
-            found.append(name)
-    return tuple(found)
+            matched.append(name)
+    return tuple(matched)
 
 
 def _is_called(module: nn.Module) -> bool:
     return plain_class(module).forward is not nn.Module.forward or has_own_forward(module)
 
 
-def _refuse_own_checkpointing(model: nn.Module) -> None:
+def _check_own_checkpointing(model: nn.Module) -> None:
     """Refuse to compute again what a model of transformers computes again by itself."""
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
-        raise RecipeError(
-            "memory.checkpoint: the model's own gradient checkpointing is on, and blocks would be "
+        raise ConfigError(
+            "memory.activation_checkpointing: the model's own gradient checkpointing is on, and "
+            "blocks would be "
             "computed three times; call model.gradient_checkpointing_disable() (in a recipe leave "
-            "model.gradient_checkpointing out), or leave memory.checkpoint out"
+            "model.gradient_checkpointing out), or leave memory.activation_checkpointing out"
         )
 
 
-def _refuse_written_over(model: nn.Module, names: Sequence[str]) -> None:
+def _check_in_place_writes(model: nn.Module, names: Sequence[str]) -> None:
     """Refuse to keep products that the next layer writes over."""
     for block in names:
         for name, module in model.get_submodule(block).named_modules():
             if getattr(module, "inplace", False) is True:
                 raise UnsupportedError(
-                    f"memory.checkpoint=selective keeps the results of products, and {block}.{name}"
+                    "memory.activation_checkpointing=selective keeps the results of products, "
+                    f"and {block}.{name}"
                     " writes over what it is given; build it with inplace=False, or write "
-                    "memory.checkpoint=blocks"
+                    "memory.activation_checkpointing=blocks"
                 )

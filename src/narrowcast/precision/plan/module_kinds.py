@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from narrowcast.precision.kept import KeptLayer
+from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 
 _CALLED_A_NORM = re.compile(r"Norm(\dd)?$", re.ASCII)  # LlamaRMSNorm, LayerNorm2d
 
@@ -16,13 +16,13 @@ Kind = Literal[
 ]
 
 
-def kind_of(module: nn.Module) -> Kind:
+def module_kind(module: nn.Module) -> Kind:
     """Return the kind of a module, by its class.
 
     A module of its own making that is called a norm (`LlamaRMSNorm`) is taken at its word.
     """
     match module:
-        case nn.Linear() | KeptLayer():
+        case nn.Linear() | QuantizedFrozenLayer():
             return "linear"
         case _ConvNd():
             return "convolution"

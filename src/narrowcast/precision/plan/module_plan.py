@@ -14,12 +14,16 @@ from torch.nn.utils.parametrize import ParametrizationList
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat, plain_format
-from narrowcast.precision.kept import KeptLayer
-from narrowcast.precision.plan.gains import MIN_SPEEDUP, Gain, Measured, gain_of
-from narrowcast.precision.plan.kept_plan import KeptPlan, asked_of_products, speed_of
+from narrowcast.precision.plan.gains import MIN_SPEEDUP, Gain, Measured, measured_gain
 from narrowcast.precision.plan.module_kinds import Kind, may_be_complex, multiplies, needs_one_dtype
 from narrowcast.precision.plan.policy import FP8_FORMATS, PRODUCTS, Policy
+from narrowcast.precision.plan.quantized_frozen_plan import (
+    QuantizedFrozenPlan,
+    frozen_product_policy,
+    relative_speed,
+)
 from narrowcast.precision.plan.widening import in_one_format
+from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 from narrowcast.precision.swap import has_own_forward, plain_class
 
 How = Literal["native", "emulated", "unchanged"]
@@ -46,7 +50,7 @@ class ModulePlan:
     parameters: int
     """Weights this module is the first to hold; tied weights count once."""
     bytes: Mapping[str, int]
-    kept: KeptPlan | None = None
+    frozen: QuantizedFrozenPlan | None = None
     """How a frozen weight is kept in fewer bits than any that is trained; often not at all."""
     spares_host: bool = False
     """Whether it is kept wider only for what fp8 would cost the host in eager mode."""
@@ -59,13 +63,13 @@ class ModulePlan:
             "name": self.name,
             "kind": self.kind,
             **{role: getattr(self.policy, role) if products else lookup for role in PRODUCTS},
-            "params": self.kept.format if self.kept else self.policy.params,
+            "params": self.frozen.format if self.frozen else self.policy.params,
             "output": self.policy.output_format if products else lookup,
             "how": self.how,
             "reason": self.reason,
             "parameters": self.parameters,
             "bytes": dict(self.bytes),
-            **({"kept": self.kept.to_json()} if self.kept else {}),
+            **({"quantized": self.frozen.to_json()} if self.frozen else {}),
         }
 
 
@@ -107,30 +111,30 @@ class ModulePlanner:
         elif isinstance(module, ParametrizationList):
             how, reason = "unchanged", "kept fp32: a parametrisation computes a weight"
             policy = replace(
-                Policy(), scaling="none", reduce=policy.reduce, accumulate=policy.accumulate
+                Policy(), scaling="none", reduce=policy.reduce, accumulator=policy.accumulator
             )
         elif kind == "embedding":
             whole = bool(fresh) and not any(p.requires_grad for p in fresh)
-            kept = "" if whole else f"kept {policy.params}: "  # a frozen one stays as it came
-            how, reason = "unchanged", f"{kept}a lookup multiplies nothing"
-        elif isinstance(module, KeptLayer):
-            how, reason, policy = self._plan_kept(policy, module)
+            saved = "" if whole else f"kept {policy.params}: "  # a frozen one stays as it came
+            how, reason = "unchanged", f"{saved}a lookup multiplies nothing"
+        elif isinstance(module, QuantizedFrozenLayer):
+            how, reason, policy = self._plan_quantized_frozen(policy, module)
         else:
-            kept, policy = _within_shape(policy, module, kind)
+            saved, policy = _within_shape(policy, module, kind)
             how, why = self._product_support(policy)
             narrow = how == "native" and not is_uniform(policy)
             # What is emulated is not asked for because it is fast.
             if narrow and isinstance(module, nn.Linear):
-                asked = bool(self._policy.exception_for(name)[1])
-                gain = gain_of(module, policy, self._measured, asked=asked)
+                requested = bool(self._policy.exception_for(name)[1])
+                gain = measured_gain(module, policy, self._measured, request=requested)
                 policy = gain.policy
                 how, why = self._product_support(policy)
-            reason = "; ".join(filter(None, [kept, why, gain.why]))
+            reason = "; ".join(filter(None, [saved, why, gain.why]))
         notes = ["exception"] if excepted else []
         if policy.params != "fp32" and may_be_complex(module, kind):
             policy = replace(policy, params="fp32", grads="", master="none", moments="")
             notes.append("params kept fp32: pairs may be complex numbers, of which bf16 has none")
-        if not isinstance(module, KeptLayer):
+        if not isinstance(module, QuantizedFrozenLayer):
             frozen, policy = _with_frozen(policy, module, kind)
             notes += [frozen] if frozen else []
         notes += ["weight tied to an earlier module"] if tied else []
@@ -144,29 +148,33 @@ class ModulePlanner:
             reason=reason,
             parameters=sum(p.numel() for p in fresh),
             bytes=_bytes(policy, self._policy, fresh, moments) | _fp8_bytes(policy, module, how),
-            kept=KeptPlan.of(module, policy) if isinstance(module, KeptLayer) else None,
+            frozen=QuantizedFrozenPlan.of(module, policy)
+            if isinstance(module, QuantizedFrozenLayer)
+            else None,
             spares_host=gain.spares_host,
         )
 
     def support(self, format_name: str) -> Support:
         """Return how products of a format will run, or refuse them."""
-        found = self._hardware.support(format_name)
+        result = self._hardware.support(format_name)
         if self._emulate and format_name != "fp32":
             return Support(how="emulated", reason="asked for by emulate=true")
-        if found.how == "impossible":
+        if result.how == "impossible":
             raise UnsupportedError(
-                f"{format_name} products were asked for, but {found.reason}; write the policy fp32"
+                f"{format_name} products were asked for, but {result.reason}; write the policy fp32"
             )
-        if found.how == "emulated" and self._emulate is False:
+        if result.how == "emulated" and self._emulate is False:
             raise UnsupportedError(
-                f"{format_name} products were asked for without emulation, but {found.reason}; "
+                f"{format_name} products were asked for without emulation, but {result.reason}; "
                 "leave out emulate=false to have them emulated, or write the policy fp32"
             )
-        return found
+        return result
 
-    def _plan_kept(self, policy: Policy, module: KeptLayer) -> tuple[How, str, Policy]:
+    def _plan_quantized_frozen(
+        self, policy: Policy, module: QuantizedFrozenLayer
+    ) -> tuple[How, str, Policy]:
         """Return how a weight that is kept in e4m3 is multiplied, why, and in which formats."""
-        policy, narrow = asked_of_products(policy, module.kept), ""
+        policy, narrow = frozen_product_policy(policy, module.quantized), ""
         if policy.forward in FP8_FORMATS and any(
             size % FP8_MULTIPLE for size in module.weight_e4m3.shape
         ):
@@ -176,19 +184,19 @@ class ModulePlanner:
         speed = ""
         if how == "native":
             rows, speeds = self._measured.rows, self._measured.speeds
-            gain, speed = speed_of(module, policy, speeds, rows=rows)
+            gain, speed = relative_speed(module, policy, speeds, rows=rows)
             gainless = gain is not None and gain <= MIN_SPEEDUP
-            asked = module.kept.products == "fp8"
+            request = module.quantized.products == "fp8"
             if (
                 policy.forward in FP8_FORMATS
                 and gainless
-                and self._measured.only_faster
-                and not asked
+                and self._measured.skip_slow_fp8
+                and not request
             ):
                 narrow = f"fp8 gains nothing: {speed}"
                 policy = in_one_format(policy, policy.functional)
                 how, why = self._product_support(policy)
-                _, speed = speed_of(module, policy, speeds, rows=rows)
+                _, speed = relative_speed(module, policy, speeds, rows=rows)
         done = "" if policy.forward in FP8_FORMATS else f", widened to {policy.forward} to multiply"
         stored = f"kept in e4m3 with row scales{done}"
         return how, "; ".join(filter(None, [why, stored, narrow, speed])), policy
@@ -289,14 +297,14 @@ def _bytes(
     trained = sum(p.numel() for p in fresh if p.requires_grad)
     frozen = [p for p in fresh if not p.requires_grad]
     lowered = policy.params != "fp32"
-    beside = {"fp32": 4, "split": 2, "kahan": 2}.get(whole.master, 0) if lowered else 0
-    kept = whole.moments_format if lowered or whole.needs_fused_optimizer else "fp32"
+    extra = {"fp32": 4, "split": 2, "kahan": 2}.get(whole.master, 0) if lowered else 0
+    stored = whole.moments_format if lowered or whole.needs_fused_optimizer else "fp32"
     grads = whole.grads_format if lowered else "fp32"
     return {
         "params": trained * _size(policy.params) + sum(p.nbytes for p in frozen),
         "grads": trained * _size(grads),
-        "master": trained * beside,
-        "moments": round(trained * moments * _moment_size(kept)),
+        "master": trained * extra,
+        "moments": round(trained * moments * _moment_size(stored)),
     }
 
 
@@ -305,7 +313,7 @@ def _fp8_bytes(policy: Policy, module: nn.Module, how: How) -> dict[str, int]:
 
     One that is kept in nothing else has its scales beside it.
     """
-    if isinstance(module, KeptLayer):
+    if isinstance(module, QuantizedFrozenLayer):
         return {"scales": module.weight_scale.nbytes}
     keeps = how == "native" and _is_fp8_product(policy)
     if not keeps or not isinstance(module, nn.Linear):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.numerics import FORMATS
 from narrowcast.precision.plan.policy import suggestion
 from narrowcast.precision.plan.presets import policy_from
@@ -46,7 +46,7 @@ class PhasePolicies:
 
     def __post_init__(self) -> None:
         for phase in self.overrides:
-            _refuse_unknown(phase)
+            _check_phase(phase)
         for text in (self.default, *self.overrides.values()):
             policy_from(text)  # refuses what is no policy
 
@@ -62,7 +62,7 @@ class PhasePolicies:
 
     def policy(self, phase: Phase) -> str:
         """Return the policy of a phase, as text."""
-        _refuse_unknown(phase)
+        _check_phase(phase)
         if not self.enabled:
             return "fp32"
         recommended = RECOMMENDED[phase] if self.auto_recommend else self.default
@@ -78,7 +78,7 @@ class PhasePolicies:
         `distribution` is the share of steps spent in each phase, 1 in all. It is an average: the
         most memory a run needs at any time is that of its widest phase.
         """
-        _refuse_uneven(distribution)
+        _check_distribution(distribution)
         return math.fsum(
             share * bytes_a_number(self.policy(phase)) / 4 for phase, share in distribution.items()
         )
@@ -93,19 +93,19 @@ def bytes_a_number(policy: str) -> float:
     return FORMATS[policy_from(policy).forward].bytes
 
 
-def _refuse_unknown(phase: str) -> None:
+def _check_phase(phase: str) -> None:
     if phase not in PHASES:
-        raise RecipeError(
+        raise ConfigError(
             f"no phase is named {phase!r}{suggestion(phase, PHASES)}; "
             f"the phases are {', '.join(PHASES)}"
         )
 
 
-def _refuse_uneven(distribution: Mapping[Phase, float]) -> None:
+def _check_distribution(distribution: Mapping[Phase, float]) -> None:
     for phase, share in distribution.items():
-        _refuse_unknown(phase)
+        _check_phase(phase)
         if not 0 <= share <= 1:
-            raise RecipeError(f"{phase} has {share:g} of the steps; write a share from 0 to 1")
+            raise ConfigError(f"{phase} has {share:g} of the steps; write a share from 0 to 1")
     whole = math.fsum(distribution.values())
     if not math.isclose(whole, 1, abs_tol=1e-6):
-        raise RecipeError(f"the shares of the phases come to {whole:g}; write shares that make 1")
+        raise ConfigError(f"the shares of the phases come to {whole:g}; write shares that make 1")

@@ -10,18 +10,18 @@ from typing import Any
 
 from torch import nn
 
-from narrowcast.errors import RecipeError
-from narrowcast.hardware import Hardware, Support, probe
-from narrowcast.precision.kept import KeptLayer
-from narrowcast.precision.plan.fusing import AUTO, Fuse, FusedPiece, fused_pieces, lines_of
-from narrowcast.precision.plan.gains import Measured, Running, running_of
-from narrowcast.precision.plan.gains import lines_of as running_lines
+from narrowcast.errors import ConfigError
+from narrowcast.hardware import Hardware, Support, detect_hardware
+from narrowcast.precision.plan.fusing import AUTO, Fuse, FusedPiece, fused_pieces, piece_lines
+from narrowcast.precision.plan.gains import Execution, Measured, detect_execution
+from narrowcast.precision.plan.gains import execution_lines as running_lines
 from narrowcast.precision.plan.memory import AS_IT_IS, Memory, MemoryPlan, plan_memory
-from narrowcast.precision.plan.module_kinds import kind_of
+from narrowcast.precision.plan.module_kinds import module_kind
 from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
 from narrowcast.precision.plan.policy import ITSELF, Policy, matches, suggestion
 from narrowcast.precision.plan.presets import AnyPolicy, policy_from
-from narrowcast.precision.plan.table import Table, as_html, as_text, table_of
+from narrowcast.precision.plan.table import Table, as_html, as_text, make_table
+from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 from narrowcast.precision.swap import plain_class
 
 ASSUMED_ROWS = 8192
@@ -50,7 +50,7 @@ class Plan:
     """What is, and what is left as it is though it could be, each with the reason."""
     memory: MemoryPlan = field(default_factory=MemoryPlan)
     """What is computed again, and what waits in the host's memory, to need less on the device."""
-    running: Running = "eager"
+    execution: Execution = "eager"
     """How the model's passes were taken to be run."""
 
     @property
@@ -70,11 +70,11 @@ class Plan:
 
     @property
     def _table(self) -> Table:
-        whole = table_of(self.policy, self.hardware, self.modules, self.functional, self.bytes)
+        whole = make_table(self.policy, self.hardware, self.modules, self.functional, self.bytes)
         speeds, narrow = self.hardware.speeds, any("fp8" in each.bytes for each in self.modules)
         weighed = narrow and speeds is not None and bool(speeds.host_seconds)
-        running = running_lines(self.running, spared=self.spares_host, weighed=weighed)
-        notes = [*whole.notes, *running, *self.memory.lines, *lines_of(self.fused)]
+        running = running_lines(self.execution, spared=self.spares_host, weighed=weighed)
+        notes = [*whole.notes, *running, *self.memory.lines, *piece_lines(self.fused)]
         return whole._replace(notes=notes)
 
     @property
@@ -100,7 +100,7 @@ class Plan:
             "bytes": dict(self.bytes),
             "fused": [each.to_json() for each in self.fused],
             "memory": self.memory.to_json(),
-            "running": self.running,
+            "execution": self.execution,
         }
 
 
@@ -113,17 +113,17 @@ def make_plan(
     emulate: bool | None = None,
     moments: int = 2,
     gemm_rows: int = ASSUMED_ROWS,
-    only_faster: bool = True,
+    skip_slow_fp8: bool = True,
     fuse: Fuse = AUTO,
     memory: Memory = AS_IT_IS,
-    running: Running | None = None,
+    execution: Execution | None = None,
 ) -> Plan:
     """Decide the formats of every module. Leaves the model as it is, prepared or not.
 
     `hardware`: that of the device the model is on, or the best of this machine where it is on none.
     `emulate`: None where the hardware needs it, True everywhere, False nowhere: then a policy that
     would need it is refused. `moments` is how many the optimizer keeps of each weight. `gemm_rows`
-    is how many rows a linear layer multiplies at once; with `only_faster` a layer that gains
+    is how many rows a linear layer multiplies at once; with `skip_slow_fp8` a layer that gains
     nothing from fp8 at that number, as measured on this GPU, is kept in the wider format. `fuse`
     says which pieces are computed as one, where a model is known to have them: `auto` in 16 bits on
     a GPU, `none`, or names of pieces, which are done or refused. `memory` says what is computed
@@ -132,15 +132,15 @@ def make_plan(
     wider too, unless an exception asks for it; `compiled`; or `captured` as a CUDA graph. Left out,
     a model that is not compiled yet is taken to run as it is.
     """
-    hardware, running = hardware or _hardware_of(model), running_of(model, running)
+    hardware, execution = hardware or _model_hardware(model), detect_execution(model, execution)
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
-    _refuse_unmatched(whole, model)
+    _check_globs(whole, model)
     planner = ModulePlanner(
         whole,
         hardware,
         emulate,
         measured=Measured(
-            speeds=hardware.speeds, rows=gemm_rows, running=running, only_faster=only_faster
+            speeds=hardware.speeds, rows=gemm_rows, execution=execution, skip_slow_fp8=skip_slow_fp8
         ),
     )
     seen: set[int] = set()
@@ -148,7 +148,7 @@ def make_plan(
     uncalled: set[str] = set()
     modules: list[ModulePlan] = []
     for name, module in model.named_modules():
-        kind = kind_of(module)
+        kind = module_kind(module)
         if kind == "attention":
             inside_attention |= {id(child) for child in module.modules()} - {id(module)}
         if id(module) in inside_attention:
@@ -192,34 +192,34 @@ def make_plan(
         fuse=fuse if isinstance(fuse, str) else tuple(fuse),
         fused=fused,
         memory=saving,
-        running=running,
+        execution=execution,
     )
 
 
 def with_losses(plan: Plan, model: nn.Module) -> Plan:
     """Return a plan that was made from shapes alone with what a model's kept weights have lost."""
-    if not any(each.kept for each in plan.modules):
+    if not any(each.frozen for each in plan.modules):
         return plan
     measured = []
     for each in plan.modules:
         module = model.get_submodule(each.name)
-        if each.kept is not None and isinstance(module, KeptLayer):
-            each = replace(each, kept=replace(each.kept, snr_db=module.kept.snr_db))
+        if each.frozen is not None and isinstance(module, QuantizedFrozenLayer):
+            each = replace(each, frozen=replace(each.frozen, snr_db=module.quantized.snr_db))
         measured.append(each)
     return replace(plan, modules=tuple(measured))
 
 
-def _refuse_unmatched(policy: Policy, model: nn.Module) -> None:
+def _check_globs(policy: Policy, model: nn.Module) -> None:
     names = [name for name, _ in model.named_modules()]
     for glob, text in policy.exceptions:
         if not any(matches(name, glob) for name in names):
-            raise RecipeError(
+            raise ConfigError(
                 f"precision exception `{glob}: {text}` matches no module"
                 f"{suggestion(glob, names)}; the plan without it lists the modules"
             )
 
 
-def _hardware_of(model: nn.Module) -> Hardware:
+def _model_hardware(model: nn.Module) -> Hardware:
     """Describe the device that a model is on; the best there is where it has no weights yet."""
     first = next(model.parameters(), None)
-    return probe("auto" if first is None or first.is_meta else str(first.device))
+    return detect_hardware("auto" if first is None or first.is_meta else str(first.device))

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal, get_args
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.numerics import FORMATS
 
 Master = Literal["none", "fp32", "split", "kahan", "stochastic"]
@@ -45,7 +45,7 @@ class Policy:
     scaling: Scaling = "none"
     """How the operands of fp8 products are scaled into range: one scale a tensor, a row, or a block
     of 128 (of a weight 128 × 128), or one a tensor from the largest values of past steps."""
-    accumulate: str = "fp32"
+    accumulator: str = "fp32"
     """How products are summed: fp32, or `fast`: fp8 outputs the way tensor cores sum by themselves
     (14 bits on Hopper). Gradients are always summed in fp32."""
     output: str = ""
@@ -74,8 +74,8 @@ class Policy:
             object.__setattr__(self, "master", "none" if self.params == "fp32" else "fp32")
         stripped = tuple((glob.strip(), text.strip()) for glob, text in self.exceptions)
         object.__setattr__(self, "exceptions", stripped)
-        if problems := _problems_of(self):
-            raise RecipeError("precision policy: " + "; ".join(problems))
+        if problems := _find_problems(self):
+            raise ConfigError("precision policy: " + "; ".join(problems))
 
     def __str__(self) -> str:
         return "; ".join(
@@ -156,33 +156,35 @@ class Policy:
 
     def with_exceptions(self, more: Mapping[str, str]) -> "Policy":
         """Return this policy with further exceptions, which win over those it has."""
-        kept = [(glob, text) for glob, text in self.exceptions if glob not in more]
-        return replace(self, exceptions=(*kept, *more.items()))
+        stored = [(glob, text) for glob, text in self.exceptions if glob not in more]
+        return replace(self, exceptions=(*stored, *more.items()))
 
 
 def parse_policy(text: str, *, presets: Mapping[str, Policy]) -> Policy:
     """Read a policy from its text form."""
     head, *rest = [part.strip() for part in text.split(";")]
-    words = _words(head)
-    if not words:
-        raise RecipeError(
+    overrides = _split_terms(head)
+    if not overrides:
+        raise ConfigError(
             "precision policy: nothing is written; write a preset "
             f"({', '.join(presets)}) or roles such as `compute=bf16, params=fp32`"
         )
     policy = Policy()
-    if "=" not in words[0]:
-        if words[0] not in presets:
-            raise RecipeError(
-                f"precision policy: no preset is named {words[0][:60]!r}"
-                f"{suggestion(words[0], presets)}; the presets are {', '.join(presets)}"
+    if "=" not in overrides[0]:
+        if overrides[0] not in presets:
+            raise ConfigError(
+                f"precision policy: no preset is named {overrides[0][:60]!r}"
+                f"{suggestion(overrides[0], presets)}; the presets are {', '.join(presets)}"
             )
-        policy, words = presets[words[0]], words[1:]
-    policy = _with_roles(policy, ", ".join(words), where="precision policy") if words else policy
+        policy, overrides = presets[overrides[0]], overrides[1:]
+    policy = (
+        _with_roles(policy, ", ".join(overrides), where="precision policy") if overrides else policy
+    )
     exceptions = dict(policy.exceptions)
     for part in filter(None, rest):
         glob, colon, roles = part.partition(":")
         if not colon or not glob.strip() or not roles.strip():
-            raise RecipeError(
+            raise ConfigError(
                 f"precision policy: {part!r} is not an exception; write `glob: format`, "
                 "for example `*.norm: fp32`"
             )
@@ -198,7 +200,7 @@ _ROLES = {f.name for f in fields(Policy)} - {"exceptions"} | {"compute"}
 
 def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
     changes: dict[str, str] = {}
-    for word in _words(text):
+    for word in _split_terms(text):
         role, equals, value = (part.strip() for part in word.partition("="))
         if not equals:
             # A bare format is what the module computes in, all its products alike.
@@ -207,12 +209,12 @@ def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
                 changes["output"] = value
         role = role.removeprefix("compute.").replace("-", "_")
         if role not in _ROLES:
-            raise RecipeError(
+            raise ConfigError(
                 f"{where}: no role is named {role!r}{suggestion(role, _ROLES)}; "
                 f"the roles are {', '.join(sorted(_ROLES))}"
             )
         if where.startswith("exception") and role not in _PER_MODULE:
-            raise RecipeError(
+            raise ConfigError(
                 f"{where}: {role} is chosen for the whole model, not for a module; "
                 f"write {role}={value} before the first semicolon"
             )
@@ -221,7 +223,7 @@ def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
             and role == "params"
             and value not in ("fp32", policy.params)
         ):
-            raise RecipeError(
+            raise ConfigError(
                 f"{where}: params={value} is narrower than the model's; an exception may keep "
                 "weights in fp32, so write params=fp32, or params for the whole model"
             )
@@ -229,7 +231,7 @@ def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
             changes |= dict.fromkeys(PRODUCTS, value)
             if value not in FP8_FORMATS:
                 # What belongs to fp8 products goes with them, a head of its own too.
-                changes |= {"scaling": "none", "accumulate": "fp32", "head": "", **changes}
+                changes |= {"scaling": "none", "accumulator": "fp32", "head": "", **changes}
             elif policy.scaling == "none":
                 changes.setdefault("scaling", "tensor")
         else:
@@ -243,22 +245,22 @@ def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
 
 
 @lru_cache(maxsize=1024)
-def _problems_of(policy: Policy) -> tuple[str, ...]:
+def _find_problems(policy: Policy) -> tuple[str, ...]:
     """Return what is wrong with a policy; a plan asks it of each of thousands of modules."""
     return tuple(_problems(policy))
 
 
 def _problems(policy: Policy) -> Iterable[str]:
     for role in PRODUCTS:
-        yield from _one_of(role, getattr(policy, role), COMPUTE_FORMATS)
-    yield from _one_of("scaling", policy.scaling, get_args(Scaling))
-    yield from _one_of("master", policy.master, get_args(Master))
-    yield from _one_of("params", policy.params, STORAGE_FORMATS)
-    yield from _one_of("reduce", policy.reduce, STORAGE_FORMATS)
-    yield from _one_of("accumulate", policy.accumulate, ("fp32", "fast"))
+        yield from _check_choice(role, getattr(policy, role), COMPUTE_FORMATS)
+    yield from _check_choice("scaling", policy.scaling, get_args(Scaling))
+    yield from _check_choice("master", policy.master, get_args(Master))
+    yield from _check_choice("params", policy.params, STORAGE_FORMATS)
+    yield from _check_choice("reduce", policy.reduce, STORAGE_FORMATS)
+    yield from _check_choice("accumulator", policy.accumulator, ("fp32", "fast"))
     for role in ("output", "grads", "head"):
-        yield from _one_of(role, getattr(policy, role), ("", *STORAGE_FORMATS))
-    yield from _one_of("moments", policy.moments, ("", *MOMENT_FORMATS))
+        yield from _check_choice(role, getattr(policy, role), ("", *STORAGE_FORMATS))
+    yield from _check_choice("moments", policy.moments, ("", *MOMENT_FORMATS))
     fp8 = [role for role in PRODUCTS if getattr(policy, role) in FP8_FORMATS]
     if fp8 and policy.scaling == "none":
         yield f"{fp8[0]}={getattr(policy, fp8[0])} needs a scale; write scaling=tensor"
@@ -284,11 +286,11 @@ def _problems(policy: Policy) -> Iterable[str]:
             continue
         try:
             _with_roles(replace(policy, exceptions=()), text, where=f"exception {glob}")
-        except RecipeError as error:
+        except ConfigError as error:
             yield str(error)
 
 
-def _one_of(role: str, value: str, allowed: tuple[str, ...]) -> Iterable[str]:
+def _check_choice(role: str, value: str, allowed: tuple[str, ...]) -> Iterable[str]:
     if value not in allowed:
         known = " (a format, but not for this role)" if value in FORMATS else ""
         choices = ", ".join(filter(None, allowed))
@@ -322,7 +324,7 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def _words(text: str) -> list[str]:
+def _split_terms(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.hardware import Hardware
 from narrowcast.precision.plan.policy import Policy, parse_policy
 
@@ -21,7 +21,7 @@ def _products(forward: str, **roles: Any) -> Policy:
 # Only outputs are summed the fast way: the field's habit, and 8 % faster on Hopper. The head stays
 # in bf16: in fp8 it cost a GPT 1.2 % of its training loss, all other layers together nothing.
 _HEAD = {"head": "bf16"}
-_FP8 = {"grad_input": "e5m2", "grad_weight": "e5m2", "accumulate": "fast", **_HEAD}
+_FP8 = {"grad_input": "e5m2", "grad_weight": "e5m2", "accumulator": "fast", **_HEAD}
 _BF16 = _products("bf16")
 
 PRESETS: Mapping[str, Policy] = types.MappingProxyType(
@@ -58,13 +58,13 @@ def policy_from(text: AnyPolicy, hardware: Hardware | None = None) -> Policy:
         return text
     if isinstance(text, torch.dtype):
         if text not in _OF_DTYPES:
-            raise RecipeError(
+            raise ConfigError(
                 f"precision policy: {text} stands for no preset; write torch.bfloat16, "
                 f"torch.float16 or torch.float32, or the name of one: {', '.join(NAMES)}"
             )
         text = _OF_DTYPES[text]
     if not isinstance(text, str):
-        raise RecipeError(_is_no_policy(text))
+        raise ConfigError(_is_no_policy(text))
     known = dict(PRESETS)
     known[AUTO] = PRESETS[recommended(hardware)[0]] if hardware else PRESETS["default"]
     return parse_policy(text, presets=known)
@@ -77,10 +77,10 @@ def short_text(policy: Policy) -> str:
     return "; ".join([name, *(f"{glob}: {text}" for glob, text in policy.exceptions)])
 
 
-def _is_no_policy(given: object) -> str:
-    what = f"precision policy: {given!r:.80} is none; write"
-    if isinstance(given, Mapping):
-        roles = ", ".join(f"{role}={value}" for role, value in given.items())
+def _is_no_policy(inputs: object) -> str:
+    what = f"precision policy: {inputs!r:.80} is none; write"
+    if isinstance(inputs, Mapping):
+        roles = ", ".join(f"{role}={value}" for role, value in inputs.items())
         return f'{what} its roles as text, policy="{roles}"'
     return f"{what} the name of a preset ({', '.join(NAMES)}), roles as text, or leave it out"
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from narrowcast.hardware import Hardware, Support
 from narrowcast.precision.plan.folding import folded, groups_alike
-from narrowcast.precision.plan.kept_plan import loss_of
 from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.policy import PRODUCTS, Policy
 from narrowcast.precision.plan.presets import short_text
+from narrowcast.precision.plan.quantized_frozen_plan import describe_loss
 
 HEAD = ("module", "kind", "products", "weights", "how", "parameters", "reason")
 NUMBER = HEAD.index("parameters")
@@ -24,7 +24,7 @@ class Table(NamedTuple):
     notes: list[tuple[str, str]]
 
 
-def table_of(
+def make_table(
     policy: Policy,
     hardware: Hardware,
     modules: Sequence[ModulePlan],
@@ -52,7 +52,8 @@ def as_text(table: Table) -> str:
     lines = [HEAD, *table.rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD) - 1)]
     written = [_aligned(line, widths) for line in lines]
-    notes = [f"{name:<9}{text}" for name, text in table.notes]
+    width = max([9, *(len(name) + 2 for name, _ in table.notes)])
+    notes = [f"{name:<{width}}{text}" for name, text in table.notes]
     return "\n".join([table.title, "", *written, "", *notes])
 
 
@@ -103,7 +104,7 @@ def _folded_row(alike: Sequence[ModulePlan]) -> tuple[str, ...]:
     times = f" ×{len(alike)}" if len(alike) > 1 else ""
     parameters = f"{sum(module.parameters for module in alike):,}"
     name = folded([module.name for module in alike]) + times
-    reason = "; ".join(filter(None, [reason, loss_of([module.kept for module in alike])]))
+    reason = "; ".join(filter(None, [reason, describe_loss([module.frozen for module in alike])]))
     return name, kind, products, weights, how, parameters, reason
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.hardware import Hardware
 from narrowcast.precision.plan.memory import Checkpoint, Offload
 from narrowcast.precision.plan.policy import suggestion
@@ -44,7 +44,7 @@ class TaskRow:
     clip_norm: float | None = 1.0
     growth_interval: int = 2000
     """Calm steps before a loss scale grows, where there is one."""
-    checkpoint: Checkpoint = "none"
+    activation_checkpointing: Checkpoint = "none"
     """What is computed again in the backward pass instead of being kept."""
     offload: tuple[Offload, ...] = ()
     """What is kept in the memory of the host."""
@@ -59,7 +59,7 @@ TASKS: Mapping[str, TaskRow] = types.MappingProxyType(
     {
         "genome_annotation": TaskRow(
             wants="fp8",
-            checkpoint="blocks",
+            activation_checkpointing="blocks",
             reason="a label for every base of long sequences: products and activations are most "
             "of a step",
         ),
@@ -72,7 +72,7 @@ TASKS: Mapping[str, TaskRow] = types.MappingProxyType(
         ),
         "protein_function": TaskRow(
             wants="fp8",
-            checkpoint="blocks",
+            activation_checkpointing="blocks",
             offload=("optimizer",),
             offload_from="large",
             fp8_above_bytes=32 * 2**30,
@@ -82,7 +82,7 @@ TASKS: Mapping[str, TaskRow] = types.MappingProxyType(
             wants="fp16",
             clip_norm=2.0,
             growth_interval=500,
-            checkpoint="blocks",
+            activation_checkpointing="blocks",
             offload=("optimizer",),
             reason="logits need digits more than range; the scale is looked for often, and rare "
             "large gradients are let through",
@@ -135,7 +135,7 @@ class TaskPrecision:
     """Overflows in a row after which the run goes over to a wider format; 0: never."""
     clip_norm: float | None
     growth_interval: int
-    checkpoint: Checkpoint
+    activation_checkpointing: Checkpoint
     offload: tuple[Offload, ...]
     row: str
     """Why the task is trained so."""
@@ -166,7 +166,7 @@ class TaskPrecision:
             "precision.loss_scale.growth_interval": self.growth_interval,
             "precision.adapt.overflows": self.overflows,
             "clip_norm": self.clip_norm,
-            "memory.checkpoint": self.checkpoint,
+            "memory.activation_checkpointing": self.activation_checkpointing,
             "memory.offload": self.offload,
         }
 
@@ -175,25 +175,25 @@ def optimal_precision(task: str, model_size: Size | int, hardware: Hardware) -> 
     """Return the precision that suits a task, for a model of some size on some machine.
 
     `model_size` is small, medium or large, or the number of parameters; `hardware` is what
-    `narrowcast.probe()` returns, or any other value of that kind.
+    `narrowcast.detect_hardware()` returns, or any other value of that kind.
     """
     if task not in TASKS:
-        raise RecipeError(
+        raise ConfigError(
             f"no task is named {task!r:.60}{suggestion(str(task), TASKS)}; the tasks are "
             f"{', '.join(TASKS)}"
         )
-    row, size = TASKS[task], size_of(model_size)
+    row, size = TASKS[task], model_size_class(model_size)
     policy, reason = _format(row, size, hardware)
     offload, left_out = _offload(row, size, hardware)
     return TaskPrecision(
         task=task,
         size=size,
-        hardware=class_of(hardware),
+        hardware=hardware_class(hardware),
         policy=policy,
         overflows=OVERFLOWS if policy == "fp16" else 0,
         clip_norm=row.clip_norm,
         growth_interval=row.growth_interval,
-        checkpoint=row.checkpoint,
+        activation_checkpointing=row.activation_checkpointing,
         offload=offload,
         row=row.reason,
         reason=reason,
@@ -206,26 +206,26 @@ def apply_task(recipe: LoadedRecipe, chosen: TaskPrecision) -> LoadedRecipe:
     return recipe.with_defaults(chosen.defaults_for(recipe), origin=chosen.origin)
 
 
-def size_of(model_size: Size | int) -> Size:
+def model_size_class(model_size: Size | int) -> Size:
     """Return the size of a model of so many parameters, or the one that is named."""
     if isinstance(model_size, str):
         if model_size not in SIZES:
-            raise RecipeError(
+            raise ConfigError(
                 f"model_size={model_size!r:.60}: a model is {', '.join(SIZES)}; write one of them, "
                 "or the number of its parameters"
             )
         return model_size
-    given: object = model_size
-    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    inputs: object = model_size
+    is_number = isinstance(inputs, Real) and not isinstance(inputs, bool)
     if not (is_number and 0 <= model_size < math.inf):
-        raise RecipeError(
+        raise ConfigError(
             f"model_size must be {', '.join(SIZES)} or a number of parameters, got "
             f"{model_size!r:.60}. Write e.g. model_size=125_000_000."
         )
     return "small" if model_size < MEDIUM_FROM else "medium" if model_size < LARGE_FROM else "large"
 
 
-def class_of(hardware: Hardware) -> str:
+def hardware_class(hardware: Hardware) -> str:
     """Return the class of a machine: by compute capability where it has one, else by device."""
     capability = hardware.capability
     if capability is None:
@@ -299,7 +299,7 @@ def _offload(
         return (), ()
     what = " and ".join(row.offload)
     if hardware.capability is None:
-        return (), (f"offload of {what}: {class_of(hardware)} has no memory of its own",)
+        return (), (f"offload of {what}: {hardware_class(hardware)} has no memory of its own",)
     if SIZES.index(size) < SIZES.index(row.offload_from):
         return (), (f"offload of {what}: not for {size} models, whose state fits",)
     return row.offload, ()

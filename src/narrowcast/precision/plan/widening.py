@@ -17,7 +17,7 @@ def widened(policy: Policy, name: str, wider: str) -> Policy:
     if name == WHOLE:
         return replace(in_one_format(policy, wider), head="")
     _, exception = policy.exception_for(name)
-    return policy.with_exceptions({name: ", ".join([wider, *_kept(exception)])})
+    return policy.with_exceptions({name: ", ".join([wider, *_narrow_roles(exception)])})
 
 
 def in_one_format(policy: Policy, one: str) -> Policy:
@@ -28,15 +28,15 @@ def in_one_format(policy: Policy, one: str) -> Policy:
         grad_input=one,
         grad_weight=one,
         scaling="none",
-        accumulate="fp32",
+        accumulator="fp32",
         output="",
     )
 
 
 def in_fp32(policy: Policy) -> Policy:
     """Return a policy with every product in fp32, and weights kept as they are."""
-    kept = [(glob, ", ".join(_kept(text))) for glob, text in policy.exceptions]
-    exceptions = tuple((glob, text) for glob, text in kept if text)
+    stored = [(glob, ", ".join(_narrow_roles(text))) for glob, text in policy.exceptions]
+    exceptions = tuple((glob, text) for glob, text in stored if text)
     return replace(widened(policy, WHOLE, "fp32"), exceptions=exceptions)
 
 
@@ -46,14 +46,14 @@ def rungs(policy: Policy, hardware: Hardware) -> tuple[Policy, ...]:
     bf16 is left out where it would be emulated and what is multiplied now is not: fp32 has its
     range, and is faster there.
     """
-    found = [policy]
+    matches = [policy]
     native = {one: hardware.support(one).how == "native" for one in (policy.forward, "bf16")}
     for one in ("bf16", "fp32"):
-        wider = _nowhere_below(found[-1], one)
+        wider = _nowhere_below(matches[-1], one)
         emulated = one == "bf16" and native[policy.forward] and not native["bf16"]
-        if wider != found[-1] and not emulated:
-            found.append(wider)
-    return tuple(found)
+        if wider != matches[-1] and not emulated:
+            matches.append(wider)
+    return tuple(matches)
 
 
 _WIDTHS = {"bf16": 1, "tf32": 1, "fp32": 2}
@@ -78,9 +78,9 @@ def _nowhere_below(policy: Policy, one: str) -> Policy:
         wider = replace(in_one_format(wider, one), head=head, output=output)
     exceptions = []
     for glob, text in policy.exceptions:
-        given = replace(policy, exceptions=((glob, text),)).for_module(glob)
-        words = text if _is_wide(given, one) else ", ".join([one, *_kept(text)])
-        exceptions.append((glob, _in_range(words)))
+        inputs = replace(policy, exceptions=((glob, text),)).for_module(glob)
+        terms = text if _is_wide(inputs, one) else ", ".join([one, *_narrow_roles(text)])
+        exceptions.append((glob, _in_range(terms)))
     return replace(wider, exceptions=tuple(exceptions))
 
 
@@ -93,6 +93,6 @@ def _in_range(text: str) -> str:
     return text.replace("fp16", "bf16")
 
 
-def _kept(text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",")]
-    return [word for word in words if word.partition("=")[0].strip() in KEPT]
+def _narrow_roles(text: str) -> list[str]:
+    overrides = [word.strip() for word in text.split(",")]
+    return [word for word in overrides if word.partition("=")[0].strip() in KEPT]

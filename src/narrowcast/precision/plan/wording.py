@@ -51,10 +51,10 @@ class Wording:
 
     def loss_scale(self, setting: str, value: str = "") -> str:
         """Name a setting of the loss scale, with a value if there is one to write."""
-        given = f"={value}" if value else ""
+        inputs = f"={value}" if value else ""
         if self.in_recipe:
-            return f"precision.loss_scale.{setting}{given}"
-        return f"loss_scale=LossScale({setting}{given})" if given else f"LossScale.{setting}"
+            return f"precision.loss_scale.{setting}{inputs}"
+        return f"loss_scale=LossScale({setting}{inputs})" if inputs else f"LossScale.{setting}"
 
 
 def _quoted(text: str) -> str:

@@ -23,7 +23,7 @@ def autocast_off(device_type: str) -> contextlib.AbstractContextManager[Any]:
     return _Off(device_type) if torch.is_autocast_enabled(device_type) else _NOTHING
 
 
-def refuse_native_backward(device_type: str) -> None:
+def check_native_backward(device_type: str) -> None:
     """Refuse a backward pass that would go through emulated products with autocast on.
 
     Their gradients are torch's own formulas, which nothing sees but autocast.
@@ -33,7 +33,7 @@ def refuse_native_backward(device_type: str) -> None:
     modes = torch.overrides._get_current_function_mode_stack()
     if any(getattr(mode, "emulates", False) for mode in modes):
         raise UnsupportedError(
-            "torch.autograd.backward() was called where autocast is on, inside compute(), and its "
+            "torch.autograd.backward() was called where autocast is on, inside autocast(), and its "
             "products would not be emulated; call loss.backward() in its place, or leave the block "
             "first"
         )

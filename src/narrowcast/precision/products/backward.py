@@ -27,10 +27,10 @@ def backward_under(
     if func is torch.autograd.grad:
         return _grad(mode, *args, **kwargs)
     names = ("gradient", "retain_graph", "create_graph", "inputs")
-    given = dict(zip(names, args[1:], strict=False)) | kwargs  # by name, of a function
-    loss = args[0] if args else given.pop("tensors")
-    edges = _from_edges(loss, given.pop("grad_tensors", given.pop("gradient", None)))
-    inputs = given.pop("inputs", None)
+    settings = dict(zip(names, args[1:], strict=False)) | kwargs  # by name, of a function
+    loss = args[0] if args else settings.pop("tensors")
+    edges = _from_edges(loss, settings.pop("grad_tensors", settings.pop("gradient", None)))
+    inputs = settings.pop("inputs", None)
     inputs = () if inputs is None else _several(inputs)
     ends = _edges(inputs)
     # What no graph ends in has its `grad` set by torch itself, and only where a tensor was given.
@@ -38,7 +38,7 @@ def backward_under(
     if edges is None or ends is None or not leaves:
         return func(*args, **kwargs)
     with mode:
-        return torch.autograd.backward(*edges, inputs=ends or None, **given)
+        return torch.autograd.backward(*edges, inputs=ends or None, **settings)
 
 
 def _grad(
@@ -62,11 +62,11 @@ def _from_edges(
     """Return where a pass begins, with what; None where torch would refuse it."""
     several = _several(outputs)
     edges = _edges(several)
-    given = (None,) * len(several) if gradients is None else _several(gradients)
-    if edges is None or len(given) != len(several):
+    inputs = (None,) * len(several) if gradients is None else _several(gradients)
+    if edges is None or len(inputs) != len(several):
         return None
     filled = []
-    for end, gradient in zip(several, given, strict=True):
+    for end, gradient in zip(several, inputs, strict=True):
         if gradient is None:
             if not isinstance(end, Tensor) or end.numel() != 1:
                 return None

@@ -15,7 +15,7 @@ from narrowcast.precision.products.operands import Along, ProductFormats, is_del
 from narrowcast.precision.products.straight import Scaled, straight, unseen
 
 
-class Scales(NamedTuple):
+class OperandScales(NamedTuple):
     """Scales from past steps, where there are any."""
 
     input: Tensor | None = None
@@ -24,7 +24,12 @@ class Scales(NamedTuple):
 
 
 def transformed_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, formats: ProductFormats, scales: Scales
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    formats: ProductFormats,
+    scales: OperandScales,
 ) -> Tensor:
     """Return input · weightᵀ + bias where a transform of `torch.func` is at work."""
     apply: Any = _Transformed.apply
@@ -38,7 +43,7 @@ def gradients(
     weight: Tensor,  # (out, in), likewise
     *,
     formats: ProductFormats,
-    scales: Scales,
+    scales: OperandScales,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of input, weight and bias that are needed."""
@@ -46,21 +51,21 @@ def gradients(
     once = formats.one_rounding
     grad_x = grad_weight = grad_bias = None
     if needs[0]:
-        beside = weight
+        extra = weight
         if not once:
             other = formats.other_operand(formats.grad_input)
-            beside = _operand(weight, other, "column", formats, scales.weight, weight=True)
+            extra = _operand(weight, other, "column", formats, scales.weight, weight=True)
         left = _operand(grad, formats.grad_input, "row", formats, scales.grad_output)
-        grad_x = _product(left, beside, formats)
+        grad_x = _product(left, extra, formats)
     if needs[1]:
-        beside = x
+        extra = x
         if not once:
             other = formats.other_operand(formats.grad_weight)
-            beside = _operand(x, other, "column", formats, scales.input)
+            extra = _operand(x, other, "column", formats, scales.input)
         # The history is for the other product's format.
         past = scales.grad_output if formats.grad_weight == formats.grad_input else None
         left = _operand(grad, formats.grad_weight, "column", formats, past)
-        grad_weight = _product(left.t(), beside, formats)
+        grad_weight = _product(left.t(), extra, formats)
     if needs[2]:
         grad_bias = straight(grad.sum(0), formats.output, torch.float32, formats.output)
     return grad_x, grad_weight, grad_bias
@@ -94,7 +99,11 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     @unseen
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, formats: ProductFormats, scales: Scales
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        formats: ProductFormats,
+        scales: OperandScales,
     ) -> Tensor:
         rows, matrix = _rounded_once(x, weight, formats, scales)
         output = rows @ matrix.t()
@@ -142,7 +151,9 @@ class _Transformed(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         formats: ProductFormats = ctx.formats
         rows, matrix = _rounded_once(x, weight, formats, ctx.scales)
-        row_tangents, matrix_tangent = _rounded_once(x_tangent, weight_tangent, formats, Scales())
+        row_tangents, matrix_tangent = _rounded_once(
+            x_tangent, weight_tangent, formats, OperandScales()
+        )
         output = row_tangents @ matrix.t() + rows @ matrix_tangent.t()
         if bias_tangent is not None:
             output = output + bias_tangent.float()
@@ -150,7 +161,7 @@ class _Transformed(torch.autograd.Function):
 
 
 def _rounded_once(
-    x: Tensor, weight: Tensor, formats: ProductFormats, scales: Scales
+    x: Tensor, weight: Tensor, formats: ProductFormats, scales: OperandScales
 ) -> tuple[Tensor, Tensor]:
     """Return the operands of the forward product."""
     rows = x.reshape(-1, x.shape[-1])

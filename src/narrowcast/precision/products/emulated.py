@@ -18,7 +18,7 @@ from narrowcast.numerics import FP32, TF32, Format
 from narrowcast.numerics.carriers import CHUNK
 from narrowcast.precision.products import differentiable
 from narrowcast.precision.products.autocast import autocast_off
-from narrowcast.precision.products.differentiable import Scales
+from narrowcast.precision.products.differentiable import OperandScales
 from narrowcast.precision.products.jagged import of_jagged_rows
 from narrowcast.precision.products.operands import (
     ProductFormats,
@@ -92,14 +92,14 @@ def linear_product(
         return output
 
 
-def _scales_of_past(formats: ProductFormats, history: PastScales | None) -> Scales:
+def _scales_of_past(formats: ProductFormats, history: PastScales | None) -> OperandScales:
     """Return the scales in force inside a transform, which takes note of nothing.
 
     Its gradients are seldom those of the loss that is trained, and so have scales of their own.
     """
     if history is None or not is_delayed(formats.forward):
-        return Scales()
-    return Scales(history.scale_of_past("input"), history.scale_of_past("weight"))
+        return OperandScales()
+    return OperandScales(history.scale_of_past("input"), history.scale_of_past("weight"))
 
 
 class _LinearProduct(torch.autograd.Function):
@@ -137,20 +137,20 @@ class _LinearProduct(torch.autograd.Function):
         elif formats.rounds_before_bias:
             output = torch.ops.aten.mm.default(rounded_x, transposed)
             output = _rounded_fresh(output, formats.output)
-            output = output + rounded_bias if _are_kept() else output.add_(rounded_bias)
+            output = output + rounded_bias if _results_are_saved() else output.add_(rounded_bias)
         else:
             output = torch.ops.aten.addmm.default(rounded_bias, rounded_x, transposed)
-        kept = (rounded_x, rounded_weight) if formats.one_rounding else (rows, wide_weight)
+        stored = (rounded_x, rounded_weight) if formats.one_rounding else (rows, wide_weight)
         ctx.formats, ctx.history, ctx.scales = formats, history, (x_scale, weight_scale)
         ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
         # Not as a view: whoever writes to what a function returns must not find one there.
         output = torch.ops.aten._unsafe_view.default(output, (*x.shape[:-1], weight.shape[0]))
         output = _in_carrier(output, formats.output, x.dtype, rounding=_rounded_fresh)
         if not linked:
-            ctx.save_for_backward(*kept)
+            ctx.save_for_backward(*stored)
             return output
         link = x.new_zeros(1).expand(rows.shape)  # one number of memory
-        ctx.save_for_backward(*kept, link)
+        ctx.save_for_backward(*stored, link)
         ctx.weight = weight  # not saved: an update between the passes is none of its business
         ctx.set_materialize_grads(False)
         return output, link
@@ -159,19 +159,19 @@ class _LinearProduct(torch.autograd.Function):
     def backward(
         ctx: Any, grad_output: Tensor | None, grad_link: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        found: tuple[Tensor | None, ...] = (None, None, None)
+        matches: tuple[Tensor | None, ...] = (None, None, None)
         if grad_output is not None:
             # Activation checkpointing runs the forward pass again for these, in its region.
             x, weight, *links = ctx.saved_tensors
             with autocast_off(grad_output.device.type):
                 if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                    found = _LinearProduct.second(ctx, grad_output, x, weight, links)
+                    matches = _LinearProduct.second(ctx, grad_output, x, weight, links)
                 else:
-                    found = _LinearProduct.gradients(ctx, grad_output, x, weight)
+                    matches = _LinearProduct.gradients(ctx, grad_output, x, weight)
         if grad_link is not None:
             through = grad_link.view(ctx.x_shape)
-            found = (through if found[0] is None else found[0] + through, *found[1:])
-        return *found, None, None, None, None
+            matches = (through if matches[0] is None else matches[0] + through, *matches[1:])
+        return *matches, None, None, None, None
 
     @staticmethod
     @unseen
@@ -185,7 +185,7 @@ class _LinearProduct(torch.autograd.Function):
             x, weight = differentiable.tied(x, links[0]), differentiable.tied(weight, ctx.weight)
         needs = (*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2])
         of_grad = _noted_scale(ctx, rounded(grad.float(), formats.output))
-        scales = Scales(ctx.scales[0], ctx.scales[1], of_grad)
+        scales = OperandScales(ctx.scales[0], ctx.scales[1], of_grad)
         grad_x, *rest = differentiable.gradients(
             grad, x, weight, formats=formats, scales=scales, needs=needs
         )
@@ -210,24 +210,24 @@ class _LinearProduct(torch.autograd.Function):
             rounded_grad = grad
             if formats.grad_input is not formats.output:
                 rounded_grad = operand(grad, formats.grad_input, "row", formats.scaling, scale)
-            beside = weight
+            extra = weight
             if not formats.one_rounding:
                 other = formats.other_operand(formats.grad_input)
                 past = ctx.scales[1] if is_delayed(other) else None
-                beside = operand(weight, other, "column", formats.scaling, past, weight=True)
-            grad_x = _rounded_fresh(torch.ops.aten.mm.default(rounded_grad, beside), formats.output)
+                extra = operand(weight, other, "column", formats.scaling, past, weight=True)
+            grad_x = _rounded_fresh(torch.ops.aten.mm.default(rounded_grad, extra), formats.output)
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             if formats.grad_weight.name != formats.grad_input.name:
                 scale = None  # the history is for the other product's format
             if rounded_grad is None or not formats.one_rounding:
                 rounded_grad = operand(grad, formats.grad_weight, "column", formats.scaling, scale)
-            beside = x
+            extra = x
             if not formats.one_rounding:
                 other = formats.other_operand(formats.grad_weight)
                 past = ctx.scales[0] if is_delayed(other) else None
-                beside = operand(x, other, "column", formats.scaling, past)
-            grad_weight = torch.ops.aten.mm.default(rounded_grad.t(), beside)
+                extra = operand(x, other, "column", formats.scaling, past)
+            grad_weight = torch.ops.aten.mm.default(rounded_grad.t(), extra)
             grad_weight = _rounded_fresh(grad_weight, formats.output)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rounded(grad.sum(0), formats.output)
@@ -245,10 +245,10 @@ def _noted_scale(ctx: Any, grad: Tensor) -> Tensor | None:
 
 def is_cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Say whether autocast would cast the operands of a call: it leaves those of float64 alone."""
-    found: set[torch.dtype] = set()
+    matched: set[torch.dtype] = set()
     for value in (*args, *kwargs.values()):
-        _map_floats(value, lambda t: found.add(t.dtype))
-    return found <= CAST_DTYPES
+        _map_floats(value, lambda t: matched.add(t.dtype))
+    return matched <= CAST_DTYPES
 
 
 @_traced_if_right
@@ -296,7 +296,7 @@ def _rounded_fresh(x: Tensor, target: Format) -> Tensor:
     """Round a tensor that nobody else holds: in place where that is faster, which is on a CPU."""
     sixteen_bits = target.dtype in (torch.bfloat16, torch.float16)
     eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not (sixteen_bits and eager_cpu and x.is_contiguous()) or _are_kept():
+    if not (sixteen_bits and eager_cpu and x.is_contiguous()) or _results_are_saved():
         return rounded(x, target)
     assert target.dtype is not None
     for piece in x.view(-1).split(CHUNK):  # stays in the cache between the two casts
@@ -304,7 +304,7 @@ def _rounded_fresh(x: Tensor, target: Format) -> Tensor:
     return x
 
 
-def _are_kept() -> bool:
+def _results_are_saved() -> bool:
     """Say whether results of products may be kept by a mode, as selective checkpointing does."""
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
@@ -325,11 +325,11 @@ def _in_carrier(
 
 def widest_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
     """Return the one dtype of all tensors of numbers, and fp32 where they have several or none."""
-    found: list[torch.dtype] = []
+    matches: list[torch.dtype] = []
     for value in (*args, *kwargs.values()):
-        _map_floats(value, lambda t: found.append(t.dtype) or t)  # type: ignore[func-returns-value]
-    wide = {torch.float32, torch.float64} & set(found)
-    return torch.float32 if wide or len(set(found)) != 1 else found[0]
+        _map_floats(value, lambda t: matches.append(t.dtype) or t)  # type: ignore[func-returns-value]
+    wide = {torch.float32, torch.float64} & set(matches)
+    return torch.float32 if wide or len(set(matches)) != 1 else matches[0]
 
 
 def _map_floats(value: Any, change: Callable[[Tensor], Any]) -> Any:

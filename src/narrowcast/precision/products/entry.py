@@ -1,6 +1,6 @@
 """How modules come to compute in their formats, whoever calls them and from where.
 
-A module that finds its region in force computes as it is: `compute()` has entered that of the
+A module that finds its region in force computes as it is: `autocast()` has entered that of the
 model, and modules that are an exception that of what is inside them. Any other enters its own: a
 module that is an exception, and one that is called by itself, outside its model's passes (to
 evaluate, to generate, one encoder of two, in the middle of another model's pass).
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from narrowcast.precision.nested import widen_floats
-from narrowcast.precision.products.in_force import in_force, put_in_force
+from narrowcast.precision.products.active_region import active_region, set_active_region
 from narrowcast.precision.products.regions import Region
 from narrowcast.precision.swap import Transparent
 
@@ -60,7 +60,7 @@ class PreparedModel:
 
 @final
 @dataclass(frozen=True)
-class Entry:
+class RegionEntry:
     """A region of one prepared model."""
 
     region: Region
@@ -72,9 +72,9 @@ class Entry:
         object.__setattr__(self, "name", f"{self.model.name}{cast}{self.region}")
 
     @property
-    def is_on_an_island(self) -> bool:
+    def is_autocast_disabled(self) -> bool:
         """Whether a region of this model is in force, and its autocast switched off by somebody."""
-        around = in_force()
+        around = active_region()
         if around is None:
             # Activation checkpointing computes again in a thread of its own, and has put autocast
             # there back to what it was; a backward pass of somebody's own knows of no autocast.
@@ -87,7 +87,7 @@ class Entry:
 class InRegion(Transparent):
     """A module of a prepared model, which finds its region in force or enters it."""
 
-    nc_entry: Entry
+    nc_entry: RegionEntry
     nc_begins: bool = False
     """Whether its region is another than that around it."""
     nc_widens: bool = False
@@ -99,10 +99,10 @@ class InRegion(Transparent):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, inside its region."""
-        if in_force() != self.nc_entry.name and not self.nc_entry.is_on_an_island:
+        if active_region() != self.nc_entry.name and not self.nc_entry.is_autocast_disabled:
             return self._nc_enter(super().forward, args, kwargs)
         if self.nc_is_model and not torch.compiler.is_compiling():
-            return self._nc_told(super().forward, args, kwargs)
+            return self._nc_annotate(super().forward, args, kwargs)
         return super().forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -120,8 +120,8 @@ class InRegion(Transparent):
                 result = call(*args, **kwargs)
         return widen_floats(result) if self.nc_widens else result
 
-    def _nc_told(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # A pass inside `compute()`, where it may be one without gradients.
+    def _nc_annotate(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # A pass inside `autocast()`, where it may be one without gradients.
         listener = self.nc_entry.model.listener
         if listener is None or _is_in_backward():
             return call(*args, **kwargs)
@@ -132,13 +132,13 @@ class InRegion(Transparent):
             listener.end_pass()
 
     def _nc_compiled(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        around = in_force()
-        put_in_force(self.nc_entry.name)
+        around = active_region()
+        set_active_region(self.nc_entry.name)
         try:
             with self.nc_entry.region.autocast():
                 return self._nc_inside(call, args, kwargs)
         finally:
-            put_in_force(around)
+            set_active_region(around)
 
     def _nc_inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # On its own, because torch.compile cannot trace one context inside another in one function.
@@ -162,13 +162,13 @@ def passing_back() -> Iterator[None]:
 
     On a CPU it runs in this thread, where a region may be in force.
     """
-    around, began = in_force(), getattr(_backward, "depth", 0)
-    put_in_force(None)
+    around, began = active_region(), getattr(_backward, "depth", 0)
+    set_active_region(None)
     _backward.depth = _autocast_depth()
     try:
         yield
     finally:
-        put_in_force(around)
+        set_active_region(around)
         _backward.depth = began
 
 
@@ -192,7 +192,7 @@ class Pass:
     """Puts a region in force, whatever is around: hold it over forward passes and their loss."""
 
     def __init__(
-        self, entry: Entry, *, explain: Callable[[BaseException], None] | None = None
+        self, entry: RegionEntry, *, explain: Callable[[BaseException], None] | None = None
     ) -> None:
         """Take a region, and who may add to what an error inside it says."""
         self._entry, self._explain = entry, explain
@@ -200,15 +200,15 @@ class Pass:
 
     def __enter__(self) -> None:
         """Put the region in the place of the one around it, which may be a native one."""
-        around = in_force()
-        told = None if _is_in_backward() else self._listener(around)
+        around = active_region()
+        message = None if _is_in_backward() else self._listener(around)
         with contextlib.ExitStack() as stack:
-            stack.callback(put_in_force, around)
-            put_in_force(self._entry.name)
+            stack.callback(set_active_region, around)
+            set_active_region(self._entry.name)
             stack.enter_context(self._entry.region())
-            if told is not None:
-                told.begin_pass()
-                stack.callback(told.end_pass)
+            if message is not None:
+                message.begin_pass()
+                stack.callback(message.end_pass)
             self._entered.append(stack.pop_all())
 
     def __exit__(
@@ -228,7 +228,7 @@ class Pass:
         return None if (around or "").startswith(model.name) else model.listener
 
 
-def entry_of(model: nn.Module) -> Entry:
+def get_entry(model: nn.Module) -> RegionEntry:
     """Return the region of a prepared model."""
     assert isinstance(model, InRegion)
     return model.nc_entry
@@ -250,7 +250,7 @@ def _ways_in(plain: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
 def _entering(function: FunctionType) -> Any:
     @functools.wraps(function)
     def method(self: InRegion, *args: Any, **kwargs: Any) -> Any:
-        if in_force() == self.nc_entry.name or self.nc_entry.is_on_an_island:
+        if active_region() == self.nc_entry.name or self.nc_entry.is_autocast_disabled:
             return function(self, *args, **kwargs)
         return self._nc_enter(functools.partial(function, self), args, kwargs)
 

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from narrowcast.numerics import FP32, Format, plain_format
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.products.active_region import active_region
 from narrowcast.precision.products.attention import multi_head_attention
 from narrowcast.precision.products.autocast import autocast_off
 from narrowcast.precision.products.backward import BACKWARD, backward_under
@@ -20,7 +21,6 @@ from narrowcast.precision.products.emulated import (
     widest_float,
 )
 from narrowcast.precision.products.functions import HIDING, IN_PLACE, PRODUCTS, REDUCTIONS
-from narrowcast.precision.products.in_force import in_force
 from narrowcast.precision.products.operands import ProductFormats
 
 # By name, for modes to look up: a number that `torch.compile` reads from an object of a run, and
@@ -39,7 +39,7 @@ class RoundedReductions(TorchFunctionMode):
 
     def __init__(self, target: Format, *, autocast: str | None = None) -> None:
         super().__init__()
-        self._name, self._autocast, self._around = target.name, autocast, in_force()
+        self._name, self._autocast, self._around = target.name, autocast, active_region()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -47,7 +47,11 @@ class RoundedReductions(TorchFunctionMode):
         """Round around reductions, pass on everything else."""
         func = _as_known(func)
         elsewhere = _is_elsewhere(self._around)
-        if func not in REDUCTIONS or elsewhere or _asked(self._autocast, self._name) is None:
+        if (
+            func not in REDUCTIONS
+            or elsewhere
+            or _requested_format(self._autocast, self._name) is None
+        ):
             return func(*args, **(kwargs or {}))
         if self._autocast is None:
             return rounded_call(func, args, kwargs or {}, plain_format(self._name))
@@ -68,7 +72,7 @@ class EmulatedProducts(TorchFunctionMode):
     def __init__(self, target: Format, *, widen: bool = True, autocast: str | None = None) -> None:
         super().__init__()
         self._name, self._widen, self._autocast = target.name, widen, autocast
-        self._around = in_force()
+        self._around = active_region()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -78,9 +82,9 @@ class EmulatedProducts(TorchFunctionMode):
         # Inside a region of another model, or an exception's, this one is not in force.
         if _is_compiled(args, kwargs) or _is_elsewhere(self._around):
             return func(*args, **kwargs)
-        name = _asked(self._autocast, self._name)
+        name = _requested_format(self._autocast, self._name)
         if name is None:
-            return _on_an_island(func, args, kwargs)
+            return _without_autocast(func, args, kwargs)
         if self._autocast is None:
             return self._emulated(func, args, kwargs, name)
         if torch.compiler.is_compiling() and not _is_handled(func):
@@ -135,11 +139,11 @@ def _is_elsewhere(around: str | None) -> bool:
 
     In none, a thread of autograd's is at work, to which torch takes modes along.
     """
-    here = in_force()
+    here = active_region()
     return here is not None and here != around
 
 
-def _asked(autocast: str | None, name: str) -> str | None:
+def _requested_format(autocast: str | None, name: str) -> str | None:
     """Return the format that products have here, None on an island."""
     if autocast is None:
         return name
@@ -148,7 +152,7 @@ def _asked(autocast: str | None, name: str) -> str | None:
     return _BY_DTYPE[torch.get_autocast_dtype(autocast)]
 
 
-def _on_an_island(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_autocast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what torch does without autocast, but for products of 16-bit operands: never natively."""
     if not _is_handled(func):
         return func(*args, **kwargs)

@@ -48,7 +48,7 @@ class ProductFormats:
             grad_weight=format_named(policy.grad_weight),
             output=plain_format(policy.output_format),
             scaling=policy.scaling,
-            fast=policy.accumulate == "fast",
+            fast=policy.accumulator == "fast",
         )
 
     def __str__(self) -> str:
@@ -65,8 +65,8 @@ class ProductFormats:
         backward = {self.grad_input.name, self.grad_weight.name}
         scaled = {name for name in backward if needs_scale(name)}
         # Beside an 8-bit gradient the other operand keeps its rounding only if that has 8 bits too.
-        beside = needs_scale(self.forward.name) and len(backward) == 1 and scaled == backward
-        same = backward == {self.forward.name} or beside
+        extra = needs_scale(self.forward.name) and len(backward) == 1 and scaled == backward
+        same = backward == {self.forward.name} or extra
         blocks = any(isinstance(f, BlockFormat) for f in (self.forward, self.grad_input))
         return same and not blocks and self.scaling not in ("row", "block")
 

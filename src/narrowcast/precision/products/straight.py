@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from narrowcast.numerics import BlockFormat, Format
-from narrowcast.precision.products.autocast import refuse_native_backward
+from narrowcast.precision.products.autocast import check_native_backward
 from narrowcast.precision.products.operands import Along, operand, rounded
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -123,7 +123,7 @@ _straight_transformed: Any = _StraightTransformed.apply
 def _gradient(ctx: Any, grad: Tensor) -> Tensor:
     (forth, back), (_, dtype) = ctx.ways, ctx.dtypes
     if not torch.compiler.is_compiling():
-        refuse_native_backward(grad.device.type)
+        check_native_backward(grad.device.type)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return straight(grad, back, dtype, forth)
     return _round(grad, back, dtype)

@@ -16,7 +16,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _NormBase
 
 from narrowcast.kernels.launch import is_capturing
-from narrowcast.precision.dtensor import shards_of
+from narrowcast.precision.dtensor import local_shards
 
 _VERSION, _SHAPE = attrgetter("_version"), attrgetter("shape")
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
@@ -39,9 +39,9 @@ class _Marks:
     def differing(self, other: "_Marks") -> set[int]:
         """Return the places of those that are not what they were."""
         same = map(eq, self.versions, other.versions)
-        found = {i for i, each in enumerate(same) if not each}
+        matches = {i for i, each in enumerate(same) if not each}
         same = map(is_, self.buffers, other.buffers)
-        return found | {i for i, each in enumerate(same) if not each}
+        return matches | {i for i, each in enumerate(same) if not each}
 
     def take(self, other: "_Marks", places: Iterable[int]) -> None:
         """Let these be as marked there."""
@@ -110,7 +110,7 @@ class BufferGuard:
         """Whether passes inside the one that has begun are with gradients, or without, or both."""
         self._is_current = True
         """Whether `_before` is what buffers held when the last step ended."""
-        self._was_asked = False
+        self._was_requested = False
         """Whether this step is launched by the host; one that is replayed looks after itself."""
         self.reset()
 
@@ -143,7 +143,7 @@ class BufferGuard:
 
         Asked twice, as a capture does, it queues the same twice.
         """
-        self._was_asked = True
+        self._was_requested = True
         now = self._marks()
         written = self._written_by_passes(now)
         places = self._fitting(written, now)
@@ -159,8 +159,8 @@ class BufferGuard:
         """Forget the passes of a step that has ended."""
         if not self._names:
             return
-        untold = self._left is None and not self._began_at and self._was_asked
-        self._left, self._silent, self._was_asked = None, set(), False
+        untold = self._left is None and not self._began_at and self._was_requested
+        self._left, self._silent, self._was_requested = None, set(), False
         self._is_current = untold
         if untold:
             # There is no other time to look where the model is called without telling.
@@ -225,9 +225,9 @@ class BufferGuard:
     def _look_at(self, places: Iterable[int], now: _Marks) -> None:
         """Keep what buffers hold."""
         self._seen.take(now, places)
-        found = [i for i in sorted(places) if now.buffers[i] is not None]
-        fitting = self._fitting(found, now)
-        for i in set(found).difference(fitting):
+        result = [i for i in sorted(places) if now.buffers[i] is not None]
+        fitting = self._fitting(result, now)
+        for i in set(result).difference(fitting):
             self._before[i] = self._shards([i], now)[0].detach().clone()
             self._alike.clear()
             self._outlined = (), []
@@ -252,8 +252,8 @@ class BufferGuard:
             # A bad value may stand in a branch that no gradient comes from; a mask may hold -inf.
             # A number less itself is zero if it is finite; torch asks in twice as many operations.
             good = good & ((now - now == 0) | (before - before != 0))
-        kept = _unflatten_dense_tensors(torch.where(good, now, before), buffers)
-        torch._foreach_copy_(buffers, kept)
+        stored = _unflatten_dense_tensors(torch.where(good, now, before), buffers)
+        torch._foreach_copy_(buffers, stored)
 
     def _put_back(self, places: Sequence[int], finite: Tensor) -> None:
         """Put what buffers held in the place of what passes left there, of another shape or dtype.
@@ -272,7 +272,7 @@ class BufferGuard:
 
     def _shards(self, places: Iterable[int], now: _Marks) -> list[Tensor]:
         """Return what of buffers lies on this device."""
-        return shards_of(b for i in places if (b := now.buffers[i]) is not None)
+        return local_shards(b for i in places if (b := now.buffers[i]) is not None)
 
     def _fitting(self, places: list[int], now: _Marks) -> list[int]:
         """Return where a buffer can hold what it held: one of another shape or dtype is trusted."""
@@ -288,10 +288,10 @@ class BufferGuard:
     def _groups(self, places: list[int]) -> list[list[int]]:
         key = tuple(places)
         if key not in self._alike:
-            found: dict[object, list[int]] = {}
+            results: dict[object, list[int]] = {}
             for i in places:
-                found.setdefault((self._before[i].dtype, self._before[i].device), []).append(i)
-            self._alike = {key: list(found.values())}
+                results.setdefault((self._before[i].dtype, self._before[i].device), []).append(i)
+            self._alike = {key: list(results.values())}
         return self._alike[key]
 
 

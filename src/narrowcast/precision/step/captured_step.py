@@ -18,11 +18,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware.replay import as_if_captured, on_capture_stream
 from narrowcast.precision.dtensor import as_sharded
 from narrowcast.precision.nested import map_tensors
-from narrowcast.precision.step.checks import refuse_no_loss
+from narrowcast.precision.step.checks import check_loss
 from narrowcast.precision.step.cuda_graph import (
     WARM_UP,
     StepGraphs,
@@ -31,7 +31,12 @@ from narrowcast.precision.step.cuda_graph import (
 )
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.outcome import Outcome
-from narrowcast.precision.step.signature import Inputs, Terms, inputs_of, synchronizing_line
+from narrowcast.precision.step.signature import (
+    CaptureTerms,
+    Inputs,
+    parse_inputs,
+    synchronizing_line,
+)
 
 SIGNATURES = 4
 """Signatures that are kept captured at once: each holds the memory of a whole step."""
@@ -42,7 +47,7 @@ REMEMBERED = 64
 MOST_NEW = 16
 """Steps in a row, each with numbers beside its tensors that no step had: no step is like another
 then."""
-INSTEAD = "`with run.compute(): loss = …` and run.step(loss)"
+INSTEAD = "`with run.autocast(): loss = …` and run.step(loss)"
 
 
 @final
@@ -52,20 +57,20 @@ class CapturedStep:
     def __init__(
         self,
         engine: Engine,
-        loss_of: Callable[..., Tensor],
+        loss_fn: Callable[..., Tensor],
         *,
         step: Callable[[], Outcome],
         signatures: int = SIGNATURES,
         after: Callable[[Outcome], None] | None = None,
     ) -> None:
-        if not callable(loss_of):
-            raise RecipeError(
-                f"graphed() was given a {type(loss_of).__name__}; give it the function that "
+        if not callable(loss_fn):
+            raise ConfigError(
+                f"graphed() was given a {type(loss_fn).__name__}; give it the function that "
                 "returns the loss: run.graphed(lambda x, y: F.cross_entropy(model(x), y))"
             )
         if signatures < 1:
-            raise RecipeError(f"signatures={signatures}: it counts captures; write 1 or more")
-        self._engine, self._loss_of, self._most = engine, loss_of, signatures
+            raise ConfigError(f"signatures={signatures}: it counts captures; write 1 or more")
+        self._engine, self._loss_fn, self._most = engine, loss_fn, signatures
         self._step, self._after = step, after
         self.loss: Tensor | None = None
         """The loss of the last step, on the device; reading its value waits."""
@@ -78,15 +83,15 @@ class CapturedStep:
 
     def __repr__(self) -> str:
         """Say what is captured, and how the last step was taken."""
-        name = getattr(self._loss_of, "__qualname__", type(self._loss_of).__name__)
+        name = getattr(self._loss_fn, "__qualname__", type(self._loss_fn).__name__)
         held = f"{len(self._graphs)} of at most {self._most} signatures captured"
         last = self.why or "the last step was replayed"
         plan = self._engine.plan
         if plan.spares_host:
             last += (
-                f"; the plan is for {plan.running} steps, and keeps {plan.spares_host} of the "
+                f"; the plan is for {plan.execution} steps, and keeps {plan.spares_host} of the "
                 "modules wider for what fp8 costs the host, which a replay does not: "
-                'run.change(…, running="captured")'
+                'run.set_policy(…, execution="graphed")'
             )
         return f"<graphed step of {name}: {held}; {last}>"
 
@@ -101,16 +106,16 @@ class CapturedStep:
         Tensors are brought to the device of the weights, without waiting where they are pinned.
         """
         engine = self._engine
-        engine.weights.ownership.refuse_swapped_in(doing="a graphed step")
+        engine.weights.ownership.check_not_swapped(doing="a graphed step")
         if engine.weights.with_gradients():
-            raise RecipeError(
+            raise ConfigError(
                 "a graphed step is a whole one, and there are gradients already, of a backward() "
                 "without its step() or of another loss; call run.step() first to use them, or "
                 "run.zero_grad() to drop them; with gradient accumulation write "
                 "run.backward(loss) and run.step()"
             )
-        inputs = inputs_of(args, kwargs)
-        self._refuse_ever_new(inputs)
+        inputs = parse_inputs(args, kwargs)
+        self._check_changing_numbers(inputs)
         if self._on_gpu:
             with torch.cuda.device(self._device):  # that of captures is the current one
                 outcome, loss = self._take(inputs)
@@ -124,8 +129,8 @@ class CapturedStep:
     def _begin(self) -> None:
         """Begin as with the first step; refuse a run, as it is now, that no graph can hold."""
         if self._on_gpu:
-            _refuse_uncapturable(self._engine)
-        self._terms = Terms(self._engine)
+            _check_capturable(self._engine)
+        self._terms = CaptureTerms(self._engine)
         self._graphs: dict[Any, StepGraphs] = {}
         self._used: dict[Any, int] = {}
         self._buffers: list[int] = []
@@ -148,7 +153,7 @@ class CapturedStep:
             graphs = self._capture(inputs)
         self._used[key] = self._taken
         self.why = ""
-        return graphs.replay([inputs.given], None)
+        return graphs.replay([inputs.arguments], None)
 
     def _why_not_yet(self, key: Any) -> str:
         """Say why a signature is not captured in this step; nothing where it is to be."""
@@ -167,7 +172,7 @@ class CapturedStep:
         return ""
 
     def _capture(self, inputs: Inputs) -> StepGraphs:
-        batch = map_tensors(inputs.given, self._placed)
+        batch = map_tensors(inputs.arguments, self._placed)
         graphs = captured(self._engine, [batch], self._passes, instead=INSTEAD)
         self._graphs[inputs.signature], self._buffers = graphs, self._terms.buffers()
         return graphs
@@ -176,12 +181,12 @@ class CapturedStep:
         """Take a step kernel by kernel; the last before a capture may not wait."""
         if not self._on_gpu:
             self.why = f"CUDA graphs need a GPU, and the weights are on {self._device}"
-            loss = self._passes([inputs.given])
+            loss = self._passes([inputs.arguments])
             return self._step(), loss
         rehearsal = inputs.signature in self._launched and self._taken >= WARM_UP
         self._launched.add(inputs.signature)
         with on_capture_stream(self._device):
-            batch = [map_tensors(inputs.given, self._placed)]
+            batch = [map_tensors(inputs.arguments, self._placed)]
             loss = self._rehearse(batch) if rehearsal else self._passes(batch)
             if rehearsal:
                 self._rehearsed.add(inputs.signature)
@@ -190,9 +195,9 @@ class CapturedStep:
     def _passes(self, batches: Any) -> Tensor:
         """Queue a forward and a backward pass."""
         ((args, kwargs),) = map_tensors(list(batches), Tensor.detach)
-        with self._engine.compute():
-            loss = self._loss_of(*args, **kwargs)
-        refuse_no_loss(loss)
+        with self._engine.autocast():
+            loss = self._loss_fn(*args, **kwargs)
+        check_loss(loss)
         self._engine.backward(loss, name="loss", retain_graph=False)
         return loss.detach()
 
@@ -226,13 +231,13 @@ class CapturedStep:
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
 
-    def _refuse_ever_new(self, inputs: Inputs) -> None:
+    def _check_changing_numbers(self, inputs: Inputs) -> None:
         """Refuse a number beside the tensors that is another in every step."""
         is_known = inputs.form in self._forms
         self._new_forms = 0 if is_known else self._new_forms + 1
         if self._new_forms > MOST_NEW:
             changed = inputs.changed_since(self._forms.last)
-            raise RecipeError(
+            raise ConfigError(
                 f"graphed(): {changed} was another in each of the last {MOST_NEW} steps, and a "
                 "captured step has its numbers for ever; give it as a tensor: torch.tensor(…)"
             )
@@ -262,7 +267,7 @@ class _Recent:
         return next(reversed(self._keys))
 
 
-def _refuse_uncapturable(engine: Engine) -> None:
+def _check_capturable(engine: Engine) -> None:
     """Refuse a run whose steps no graph can hold."""
     why = unsupported_reason(engine)
     wrapped = isinstance(engine.model, nn.parallel.DistributedDataParallel)

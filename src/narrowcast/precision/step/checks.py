@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.precision.plan.gains import Running
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.precision.plan.gains import Execution
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.swap import Onlooker, is_swapped
-from narrowcast.precision.weights.frozen_base import refuse_to_train_kept
+from narrowcast.precision.swap import Probe, is_swapped
+from narrowcast.precision.weights.frozen_base import check_not_quantized
 from narrowcast.precision.weights.lookahead import Lookahead
-from narrowcast.precision.weights.ownership import refuse_taken
+from narrowcast.precision.weights.ownership import check_not_prepared
 
 
-def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a model or an optimizer that cannot be prepared."""
-    _refuse_other_kinds(model, optimizer)
-    refuse_watched(model, doing="prepare()")
+    _check_types(model, optimizer)
+    check_not_monitored(model, doing="prepare()")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS evaluates the loss inside its step, where no gradient can be guarded; "
@@ -39,13 +39,13 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
             f"step() of {type(optimizer).__name__} needs `{needed[0]}`, and evaluates the loss "
             "where no gradient can be guarded; use one whose step takes no closure"
         )
-    refuse_taken(model, optimizer)
+    check_not_prepared(model, optimizer)
     if is_swapped(model):
-        raise RecipeError("this model is prepared already; call release() on that first")
-    refuse_to_train_kept(model, optimizer)
+        raise ConfigError("this model is prepared already; call release() on that first")
+    check_not_quantized(model, optimizer)
     for name, weight in model.named_parameters():
         if is_lazy(weight):
-            raise RecipeError(
+            raise ConfigError(
                 f"{name} has no shape yet; run one batch through the model before the optimizer is "
                 "built and prepare() is called"
             )
@@ -70,38 +70,38 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
             raise UnsupportedError(
                 f"{name} has sparse gradients, whose norm is not taken; write sparse=False"
             )
-    _refuse_strangers(model, optimizer)
+    _check_common_weights(model, optimizer)
 
 
-def _refuse_other_kinds(model: object, optimizer: object) -> None:
+def _check_types(model: object, optimizer: object) -> None:
     """Refuse arguments of `prepare` that are no model, or no optimizer."""
     if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
-        raise RecipeError(
+        raise ConfigError(
             "prepare() was given the optimizer before the model; write prepare(model, optimizer)"
         )
     if not isinstance(model, nn.Module):
-        raise RecipeError(
+        raise ConfigError(
             f"prepare() was given a {type(model).__name__} for a model; give it an nn.Module: "
             "prepare(model, optimizer)"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise RecipeError(
+        raise ConfigError(
             f"prepare() was given a {type(optimizer).__name__} for an optimizer; give it one that "
             "holds the parameters: prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))"
         )
 
 
-def _refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_common_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a model and an optimizer that have no weight in common."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not held:
-        raise RecipeError("the optimizer holds no parameters; give it model.parameters()")
+        raise ConfigError("the optimizer holds no parameters; give it model.parameters()")
     names = {p: name for name, p in model.named_parameters()}
     if not names:
-        raise RecipeError("the model has no parameters; there is nothing to prepare")
+        raise ConfigError("the model has no parameters; there is nothing to prepare")
     if not any(p in names for p in held):
         first, name = next(iter(names.items()))
-        raise RecipeError(
+        raise ConfigError(
             f"none of the {len(held)} parameters of the {type(optimizer).__name__} (the first is "
             f"{tuple(held[0].shape)}) is one of the {len(names)} of the {type(model).__name__} "
             f"({name} is {tuple(first.shape)}); build the optimizer from this model's "
@@ -118,7 +118,7 @@ def needed_arguments(function: Callable[..., Any]) -> list[str]:
     ]
 
 
-def refuse_buckets(model: nn.Module, plan: Plan) -> None:
+def check_buckets(model: nn.Module, plan: Plan) -> None:
     """Refuse to give weights another dtype that torch has sorted by theirs already."""
     if plan.policy.params == "fp32":
         return
@@ -130,121 +130,125 @@ def refuse_buckets(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def refuse_watched(model: nn.Module, *, doing: str) -> None:
+def check_not_monitored(model: nn.Module, *, doing: str) -> None:
     """Refuse to give other classes to modules that somebody looks at, who would see no more."""
-    if any(isinstance(module, Onlooker) for module in model.modules()):
-        raise RecipeError(
-            f"{doing}: this model is watched, by narrowcast.watch() or by a run that trains it; "
+    if any(isinstance(module, Probe) for module in model.modules()):
+        raise ConfigError(
+            f"{doing}: this model is watched, by narrowcast.monitor() or by a run that trains it; "
             "call close() on that watch, or let the run end, and watch it again afterwards"
         )
 
 
-def refuse_no_loss(loss: object) -> None:
+def check_loss(loss: object) -> None:
     """Refuse to take the gradients of what is not a loss."""
     if not isinstance(loss, Tensor):
-        raise RecipeError(
+        raise ConfigError(
             f"backward() was given a {type(loss).__name__}; give it the loss as a tensor, with "
             "its graph: not loss.item(), and no closure"
         )
     if loss.numel() != 1 or not loss.requires_grad:
         what = f"of shape {tuple(loss.shape)}" if loss.numel() != 1 else "without gradients"
-        raise RecipeError(
+        raise ConfigError(
             f"backward() was given a loss {what}; give it one number that depends on the "
             "model's weights, computed outside torch.no_grad()"
         )
 
 
-def refuse_senseless(
+def check_settings(
     *,
     clip_norm: float | None,
     ema_decay: float | None,
     lookahead: object,
-    patience: int,
-    meter_every: int,
+    max_skipped_steps: int,
+    lost_updates_every: int,
 ) -> None:
     """Refuse settings of `prepare` that mean nothing."""
     if not isinstance(lookahead, Lookahead | None):
-        raise RecipeError(
+        raise ConfigError(
             f"lookahead={lookahead!r}: it is told by its settings; write "
             "lookahead=nc.Lookahead(), or None for none"
         )
-    _refuse_no_number("clip_norm", clip_norm, such_as=1.0)
-    _refuse_no_number("ema_decay", ema_decay, such_as=0.999)
+    _check_number("clip_norm", clip_norm, such_as=1.0)
+    _check_number("ema_decay", ema_decay, such_as=0.999)
     if clip_norm is not None and not 0 < clip_norm < math.inf:
-        raise RecipeError(
+        raise ConfigError(
             f"clip_norm={clip_norm:g}: gradients are clipped to a norm above 0; "
             "write such a number, or None for no clipping"
         )
     if ema_decay is not None and not 0 <= ema_decay < 1:
-        raise RecipeError(
+        raise ConfigError(
             f"ema_decay={ema_decay:g}: the average keeps a share of itself from 0 to below 1; "
             "write 0.999, or None for no average"
         )
-    if patience < 1:
-        raise RecipeError(f"patience={patience}: it counts steps; write 1 or more")
-    if meter_every < 0:
-        raise RecipeError(
-            f"meter_every={meter_every}: it counts steps; write 1 or more, or 0 for no meter"
+    if max_skipped_steps < 1:
+        raise ConfigError(
+            f"max_skipped_steps={max_skipped_steps}: it counts steps; write 1 or more"
+        )
+    if lost_updates_every < 0:
+        raise ConfigError(
+            f"lost_updates_every={lost_updates_every}: it counts steps; write 1 or more, or 0 "
+            "for no meter"
         )
 
 
-def _refuse_no_number(name: str, value: object, *, such_as: float) -> None:
+def _check_number(name: str, value: object, *, such_as: float) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-        raise RecipeError(f"{name}={value!r}: it is a number; write {name}={such_as:g}, or such")
+        raise ConfigError(f"{name}={value!r}: it is a number; write {name}={such_as:g}, or such")
 
 
-def refuse_no_gradients(present: Sequence[int], *, doing: str) -> None:
+def check_gradients_exist(present: Sequence[int], *, doing: str) -> None:
     """Refuse a step of no weight at all."""
     if not present:
-        raise RecipeError(f"{doing} found no gradients; call backward(loss) first, or step(loss)")
+        raise ConfigError(f"{doing} found no gradients; call backward(loss) first, or step(loss)")
 
 
-def refuse_fp16_gradients(gradients: Sequence[Tensor]) -> None:
+def check_not_fp16(gradients: Sequence[Tensor]) -> None:
     """Refuse to unscale gradients in the format whose small numbers the scale is there for."""
     if any(g.dtype == torch.float16 for g in gradients):
-        raise RecipeError(
+        raise ConfigError(
             "unscale() would leave gradients in fp16 without their loss scale, where small ones "
             "vanish; write grads=fp32 in the policy, or give prepare() a clip_norm and leave "
             "unscale() out"
         )
 
 
-def refuse_senseless_rates(optimizer: torch.optim.Optimizer) -> None:
+def check_learning_rates(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a step whose optimizer has no finite learning rate."""
     for group in optimizer.param_groups:
         rate = group.get("lr")  # an optimizer may find its own, and have none
         if isinstance(rate, float) and not math.isfinite(rate):
-            raise RecipeError(
+            raise ConfigError(
                 f"the learning rate is {rate}, which would make every weight so; "
                 "look at the learning-rate schedule"
             )
 
 
-def refuse_another_running(plan: Plan, running: Running | None) -> None:
+def check_execution(plan: Plan, execution: Execution | None) -> None:
     """Refuse to be told how the model runs beside a plan that was made for another way."""
-    if running not in (None, plan.running):
-        raise RecipeError(
-            f"running={running!r} was given beside a plan that was made for {plan.running} passes; "
-            f"make it with plan(…, running={running!r}), or leave running out"
+    if execution not in (None, plan.execution):
+        raise ConfigError(
+            f"execution={execution!r} was given beside a plan that was made for {plan.execution} "
+            "passes; "
+            f"make it with plan(…, execution={execution!r}), or leave execution out"
         )
 
 
-def refuse_foreign_plan(model: nn.Module, plan: Plan, *, mine: Plan) -> None:
+def check_plan(model: nn.Module, plan: Plan, *, mine: Plan) -> None:
     """Refuse to change to a plan that was made for another model or another device."""
     names = {name for name, _ in model.named_modules()}
     missing = next((m.name for m in plan.modules if m.name not in names), None)
     if missing is not None:
-        raise RecipeError(
+        raise ConfigError(
             f"the plan is of another model: this one has no module {missing!r}; "
             "make it with plan(prepared.model, …)"
         )
     if plan.hardware.device != mine.hardware.device:
-        raise RecipeError(
+        raise ConfigError(
             f"the plan was made for {plan.hardware.device}, and the model is prepared on "
             f"{mine.hardware.device}; make it with hardware=prepared.plan.hardware"
         )
-    if plan.memory.asked != mine.memory.asked:
-        raise RecipeError(
+    if plan.memory.requested != mine.memory.requested:
+        raise ConfigError(
             "the plan saves memory in another way than the run does, and that is settled by "
             "prepare(); make it with memory=prepared.plan.memory.asked"
         )

@@ -39,7 +39,7 @@ def unsupported_reason(engine: Engine) -> str:
         return f"CUDA graphs are not for {engine.weights.device.type}"
     if engine.weights.fused is None:
         return f"the update is not the fused kernel ({engine.update_path})"
-    if offloaded := engine.plan.memory.asked.offload:
+    if offloaded := engine.plan.memory.requested.offload:
         named = " and ".join(offloaded)
         return f"a captured step holds its memory, and memory.offload moves {named} out of it"
     return ""
@@ -85,7 +85,7 @@ class GraphedStep:
         graphs = next((each for each in self._graphs if each.fit(batches)), None)
         if graphs is None:
             # Those of the same form are for other shapes: what they hold is let go first.
-            others = [each for each in self._graphs if not each.has_form_of(batches)]
+            others = [each for each in self._graphs if not each.matches_form(batches)]
             self._graphs = others[1 - MOST_FORMS :]
             graphs = captured(self._engine, batches, passes, instead="cuda_graph=false")
             self._graphs.append(graphs)
@@ -177,7 +177,7 @@ class StepGraphs:
         """Say whether batches are built, and have the shapes, as those that were captured."""
         return bool(outline(list(batches)) == outline(self._inputs))
 
-    def has_form_of(self, batches: Sequence[Any]) -> bool:
+    def matches_form(self, batches: Sequence[Any]) -> bool:
         """Say whether batches hold the same beside their tensors as those that were captured."""
         return bool(constants_in(list(batches)) == constants_in(self._inputs))
 

@@ -17,8 +17,10 @@ def described(engine: Engine) -> str:
         "loss scale": _scale(engine),
     }
     if (point := engine.weights.lookahead) is not None:
-        told = point.settings
-        lines["lookahead"] = f"pull {told.pull:g}, share {told.share:g}, leads in {told.storage}"
+        ahead = point.settings
+        lines["lookahead"] = (
+            f"interpolation {ahead.interpolation:g}, rate {ahead.rate:g}, leads in {ahead.storage}"
+        )
     fused = dict.fromkeys(each.piece for each in plan.fused if each.fused)
     lines |= {"fused": ", ".join(fused)} if fused else {}
     saved = "; ".join(text for _, text in plan.memory.lines)

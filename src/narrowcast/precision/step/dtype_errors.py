@@ -56,11 +56,11 @@ def _is_ours(note: str) -> bool:
 def _innermost(traceback: TracebackType | None, model: nn.Module) -> str | None:
     """Return the name of the module with 16-bit weights that was called last; None without one."""
     names = {id(module): name for name, module in model.named_modules()}
-    found = None
+    result = None
     while traceback is not None:
         module = traceback.tb_frame.f_locals.get("self")
         if id(module) in names and isinstance(module, nn.Module):
             narrow = any(p.dtype in _NARROW for p in module.parameters(recurse=False))
-            found = names[id(module)] if narrow else found
+            result = names[id(module)] if narrow else result
         traceback = traceback.tb_next
-    return found
+    return result

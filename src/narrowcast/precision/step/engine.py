@@ -25,16 +25,16 @@ from narrowcast.precision.gradients.scale_request import ScaleRequest, Settings
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.wording import Wording
-from narrowcast.precision.products.entry import Pass, entry_of
+from narrowcast.precision.products.entry import Pass, get_entry
 from narrowcast.precision.step.buffers import BufferFormats, BufferGuard
 from narrowcast.precision.step.checks import (
-    refuse_buckets,
-    refuse_foreign_plan,
-    refuse_senseless_rates,
-    refuse_watched,
+    check_buckets,
+    check_learning_rates,
+    check_not_monitored,
+    check_plan,
 )
 from narrowcast.precision.step.dtype_errors import explain_dtypes, explaining_dtypes
-from narrowcast.precision.step.isolation import grads_and_buffers_kept, undone_on_failure
+from narrowcast.precision.step.isolation import preserve_grads_and_buffers, undone_on_failure
 from narrowcast.precision.step.outcome import Outcome, pack
 from narrowcast.precision.step.schedules import Schedules
 from narrowcast.precision.step.step_gradients import (
@@ -44,7 +44,7 @@ from narrowcast.precision.step.step_gradients import (
     unscale_gradients,
 )
 from narrowcast.precision.step.step_log import Losing, StepLog
-from narrowcast.precision.weights.lookahead import Lookahead, refuse_lookahead
+from narrowcast.precision.weights.lookahead import Lookahead, check_lookahead
 from narrowcast.precision.weights.trained import TrainedWeights
 from narrowcast.precision.weights.update_path import update_path
 
@@ -65,13 +65,13 @@ class Engine:
         scale_groups: Sequence[str],
         ema_decay: float | None,
         lookahead: Lookahead | None,
-        patience: int,
-        meter_every: int,
+        max_skipped_steps: int,
+        lost_updates_every: int,
         fused_optimizer: bool | None,
         emulate: bool | None,
     ) -> None:
         self.model, self.optimizer, self.schedules = model, optimizer, schedules
-        self._clip_norm, self._meter_every, self.emulate = clip_norm, meter_every, emulate
+        self._clip_norm, self._meter_every, self.emulate = clip_norm, lost_updates_every, emulate
         self.weights = TrainedWeights(model, optimizer)
         # What a step packs where there is nothing to tell.
         self._zero, self._one = torch.tensor([0.0, 1.0], device=self.weights.device).unbind()
@@ -83,11 +83,11 @@ class Engine:
             names=self.weights.names,
             device=self.weights.device,
         )
-        scales, self._fused_asked = self._request.first(plan.policy), fused_optimizer
-        fused, path = update_path(optimizer, plan.policy, asked=fused_optimizer)
-        self.weights.refuse_impossible(plan, fused=fused, path=path)
+        scales, self._fused_requested = self._request.first(plan.policy), fused_optimizer
+        fused, path = update_path(optimizer, plan.policy, requested=fused_optimizer)
+        self.weights.check_plan(plan, fused=fused, path=path)
         if lookahead is not None:
-            refuse_lookahead(optimizer, plan, lookahead)
+            check_lookahead(optimizer, plan, lookahead)
         self.buffer_formats = BufferFormats(model)
         with undone_on_failure(model, self.weights):
             self.weights.apply(plan, fused=fused)
@@ -99,7 +99,7 @@ class Engine:
                 self.weights.look_ahead(lookahead)
             self.log = StepLog(
                 schedules,
-                patience=patience,
+                max_skipped_steps=max_skipped_steps,
                 weights=dict(zip(self.weights.names, self.weights.all, strict=True)),
                 scaled=self.scales.value is not None,
                 wording=Wording(policy=plan.policy, clipped=clip_norm is not None),
@@ -109,7 +109,9 @@ class Engine:
             self.first_scales = FirstScales(self.log.counts, device=self.weights.device)
             self.begin_first_scales(step=0, applied_before=0)
 
-    def change(self, plan: Plan, *, loss_scale: Settings | None, keep_scale: bool = False) -> None:
+    def set_plan(
+        self, plan: Plan, *, loss_scale: Settings | None, keep_scale: bool = False
+    ) -> None:
         """Put another plan in the place of the one in force. Waits for the device.
 
         What cannot be is refused before anything is changed. A loss scale that both policies need
@@ -118,10 +120,12 @@ class Engine:
         Histories of delayed scaling go on where a module of the same name had one.
         """
         applied = self.log.counts().applied
-        refuse_watched(self.model, doing="change()")
-        fused, path, scales = self._terms_of(plan, loss_scale=loss_scale, keep_scale=keep_scale)
+        check_not_monitored(self.model, doing="set_policy()")
+        fused, path, scales = self._resolve_change(
+            plan, loss_scale=loss_scale, keep_scale=keep_scale
+        )
         before = self.fp8
-        self.weights.change(self.plan, plan, fused=fused, seed=self.steps_begun)
+        self.weights.convert(self.plan, plan, fused=fused, seed=self.steps_begun)
         self._take(plan, scales, path)
         self.fp8.take_over(before)
         self.log.scaled = self.scales.value is not None
@@ -129,13 +133,13 @@ class Engine:
         self.log.wording = replace(self.log.wording, policy=plan.policy)
         self.begin_first_scales(step=self.steps_begun, applied_before=applied)
 
-    def refuse_impossible(
+    def check_plan_change(
         self, plan: Plan, *, loss_scale: Settings | None = None, keep_scale: bool = False
     ) -> None:
         """Raise what `change` to this plan would raise; change nothing."""
-        self._terms_of(plan, loss_scale=loss_scale, keep_scale=keep_scale)
+        self._resolve_change(plan, loss_scale=loss_scale, keep_scale=keep_scale)
 
-    def compute(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return what holds over the forward pass and the loss; make fp8 weights ready for it."""
         if torch.compiler.is_compiling():
             return self.entry.region()
@@ -166,13 +170,13 @@ class Engine:
     def begin_step(self) -> None:
         """Refuse to go on where every step would be skipped; else let the host catch up."""
         try:
-            self.log.refuse_to_go_on()
+            self.log.check_not_diverged()
         except DivergedError:
             self.buffers.restore()
             raise
-        refuse_senseless_rates(self.optimizer)
-        self.weights.ownership.refuse_swapped_in(doing="step()")
-        self.weights.ownership.refuse_changes()
+        check_learning_rates(self.optimizer)
+        self.weights.ownership.check_not_swapped(doing="step()")
+        self.weights.ownership.check_unchanged()
         self.log.sync()
         if self.weights.lookahead is not None:
             self.weights.lookahead.before_step(self.steps_begun, self.optimizer)
@@ -213,7 +217,7 @@ class Engine:
     def end_step(self, packed: Tensor, present: Sequence[int], *, metered: bool) -> Outcome:
         """Send a step's numbers on their way to the host, and return what will hold them."""
         self.steps_begun += 1
-        torch.clear_autocast_cache()  # it has weights as they were, where `compute()` goes on
+        torch.clear_autocast_cache()  # it has weights as they were, where `autocast()` goes on
         self.buffers.end_step()
         self.weights.ownership.gradients.end_step()
         outcome = Outcome(
@@ -252,7 +256,7 @@ class Engine:
             self.scales.set_to(values),
             self.weights.ownership.gradients.aside(),
             self.buffers.aside(),
-            grads_and_buffers_kept(self.model, self.weights.all),
+            preserve_grads_and_buffers(self.model, self.weights.all),
         ):
             yield
 
@@ -267,16 +271,16 @@ class Engine:
         """Forget the delayed scales that skipped steps alone have decided."""
         self.first_scales.take_back(step=self.steps_begun)
 
-    def _terms_of(
+    def _resolve_change(
         self, plan: Plan, *, loss_scale: Settings | None, keep_scale: bool
     ) -> tuple[bool, str, Scales]:
         """Return whether the update would be fused, and why, and the loss scales; or refuse."""
-        refuse_foreign_plan(self.model, plan, mine=self.plan)
-        refuse_buckets(self.model, plan)
-        fused, path = update_path(self.optimizer, plan.policy, asked=self._fused_asked)
-        self.weights.refuse_impossible(plan, fused=fused, path=path)
+        check_plan(self.model, plan, mine=self.plan)
+        check_buckets(self.model, plan)
+        fused, path = update_path(self.optimizer, plan.policy, requested=self._fused_requested)
+        self.weights.check_plan(plan, fused=fused, path=path)
         if self.weights.lookahead is not None:
-            refuse_lookahead(self.optimizer, plan, self.weights.lookahead.settings)
+            check_lookahead(self.optimizer, plan, self.weights.lookahead.settings)
         scales = self._request.next(
             plan.policy, scales=self.scales, settings=loss_scale, keep=keep_scale
         )
@@ -284,7 +288,7 @@ class Engine:
 
     def _take(self, plan: Plan, scales: Scales, path: str) -> None:
         """Let a plan be in force that the weights are kept by already."""
-        self.plan, self.entry = plan, entry_of(self.model)
+        self.plan, self.entry = plan, get_entry(self.model)
         self.entry.model.tell(self.buffers)
         self.scales, self.update_path = scales, path
         self.fp8 = Fp8Model(self.model)

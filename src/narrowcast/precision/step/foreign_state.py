@@ -16,12 +16,12 @@ OUTLINE = "outline"
 """The key of what a state says of itself."""
 
 
-def outline_of(state: Mapping[str, Any]) -> dict[str, Any]:
+def state_outline(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return how a state is built: a word for each tensor and value in it."""
     return {part: _outline(value) for part, value in state.items() if part != OUTLINE}
 
 
-def refuse_foreign_state(state: Mapping[str, Any], *, mine: Mapping[str, Any]) -> None:
+def check_state(state: Mapping[str, Any], *, mine: Mapping[str, Any]) -> None:
     """Refuse a saved state that is not whole, or not of a run prepared as this one is."""
     if not isinstance(state, Mapping) or not mine.keys() <= state.keys():
         missing = mine.keys() - (state.keys() if isinstance(state, Mapping) else set())
@@ -35,7 +35,7 @@ def refuse_foreign_state(state: Mapping[str, Any], *, mine: Mapping[str, Any]) -
             f"{mine['policy']!r}; write the policy of the checkpoint"
         )
     parts = {part: state[part] for part in mine}  # what else somebody saved with it is theirs
-    if changed := _first_difference(outline_of(parts), state[OUTLINE], "", ("", " as saved")):
+    if changed := _first_difference(state_outline(parts), state[OUTLINE], "", ("", " as saved")):
         raise CheckpointError(
             f"the state was changed after it was saved: {changed}; give what state_dict() returned"
         )
@@ -62,7 +62,7 @@ def _terms(part: str, value: Any) -> Any:
         case "lookahead" if isinstance(value, Mapping):
             # By value: from leads of other settings other points would follow. A weight that was
             # thawed since has a lead, which is no other run's.
-            settings = {key: str(value[key]) for key in ("pull", "share", "storage")}
+            settings = {key: str(value[key]) for key in ("interpolation", "rate", "storage")}
             return {**settings, "leads": f"{len(value['leads'])} leads"}
         case _:
             return _outline(value)
@@ -107,12 +107,12 @@ def _first_difference(one: Any, other: Any, where: str, whose: tuple[str, str]) 
         case _:
             if one == other:
                 return ""
-            return f"{where} is {_told(one)}{whose[0]} and {_told(other)}{whose[1]}"
+            return f"{where} is {_describe(one)}{whose[0]} and {_describe(other)}{whose[1]}"
     inside = (_first_difference(a, b, f"{where}/{key}".lstrip("/"), whose) for key, a, b in pairs)
     return next(filter(None, inside), "")
 
 
-def _told(outline: Any) -> str:
+def _describe(outline: Any) -> str:
     match outline:
         case str():
             return outline

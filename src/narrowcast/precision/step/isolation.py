@@ -10,12 +10,12 @@ from narrowcast.precision.dtensor import replace_values
 from narrowcast.precision.modules.rewrite import set_grad_dtype
 from narrowcast.precision.swap import restore
 from narrowcast.precision.weights.copies import show_as_it_is
-from narrowcast.precision.weights.side_by_side import parts_of
+from narrowcast.precision.weights.multi_optimizer import member_optimizers
 from narrowcast.precision.weights.trained import TrainedWeights
 
 
 @contextlib.contextmanager
-def grads_and_buffers_kept(
+def preserve_grads_and_buffers(
     model: nn.Module, weights: Iterable[nn.Parameter] = ()
 ) -> Iterator[None]:
     """Begin the block without gradients; give gradients and buffers back afterwards, bit for bit.
@@ -51,7 +51,7 @@ def undone_on_failure(model: nn.Module, weights: TrainedWeights) -> Iterator[Non
     What they held is kept until then and put back, so that no memory is needed for it.
     """
     tensors = [(p, p.data, p.grad, p.grad_dtype) for p in weights.all]
-    optimizers = parts_of(weights.optimizer)
+    optimizers = member_optimizers(weights.optimizer)
     groups = [(group, group["params"]) for each in optimizers for group in each.param_groups]
     states = [
         (each.state, [(key, held, dict(held)) for key, held in each.state.items()])

@@ -78,8 +78,8 @@ class Outcome:
             return f"<Outcome: step {self.step}, lr {self.lr:g}; applied or not is not known yet>"
         became = "applied" if numbers.finite else f"skipped: {self._why}"
         norm = f"grad norm {numbers.norm:.4g}, " if numbers.finite else ""
-        told = f"{became}; {norm}loss scale {numbers.scale:g}, lr {self.lr:g}"
-        return f"<Outcome: step {self.step} {told}>"
+        message = f"{became}; {norm}loss scale {numbers.scale:g}, lr {self.lr:g}"
+        return f"<Outcome: step {self.step} {message}>"
 
     @property
     def applied_on_device(self) -> Tensor:
@@ -92,7 +92,7 @@ class Outcome:
         return bool(self._numbers.finite)
 
     @property
-    def why(self) -> str:
+    def skip_reason(self) -> str:
         """Why the step was skipped; empty where it was applied."""
         self._numbers  # noqa: B018  # waits, so that the text is there
         return self._why

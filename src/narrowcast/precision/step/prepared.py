@@ -15,29 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.precision.dtensor import check_dtypes_stay
 from narrowcast.precision.gradients.loss_scale import LossScale
-from narrowcast.precision.gradients.scale_request import Asked, settings_from
+from narrowcast.precision.gradients.scale_request import RequestedScale, settings_from
 from narrowcast.precision.plan.diff import PrecisionChange, changes_between
-from narrowcast.precision.plan.gains import Running
+from narrowcast.precision.plan.gains import Execution
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.presets import AnyPolicy
 from narrowcast.precision.step.captured_step import SIGNATURES, CapturedStep
 from narrowcast.precision.step.checks import (
-    refuse_another_running,
-    refuse_no_gradients,
-    refuse_no_loss,
+    check_execution,
+    check_gradients_exist,
+    check_loss,
 )
 from narrowcast.precision.step.describe import described
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.outcome import Outcome
-from narrowcast.precision.step.saved_state import load_state, state_of
-from narrowcast.precision.step.standing_in import standing_in
+from narrowcast.precision.step.saved_state import collect_state, load_state
 from narrowcast.precision.step.stats import Stats
 from narrowcast.precision.step.step_gradients import dropped_on_failure, give_back_gradients
-from narrowcast.precision.weights.kept_bytes import bytes_of
-from narrowcast.precision.weights.side_by_side import parts_of
+from narrowcast.precision.step.weight_swap import swapped_in
+from narrowcast.precision.weights.multi_optimizer import member_optimizers
+from narrowcast.precision.weights.stored_bytes import bytes_by_role
 from narrowcast.runs import FindingRecord
 
 
@@ -63,13 +63,13 @@ class Prepared:
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """Those that `prepare` was given, in order."""
-        return parts_of(self.engine.optimizer)
+        return member_optimizers(self.engine.optimizer)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The one that `prepare` was given; of several, see `optimizers`."""
         if len(self.optimizers) > 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"this run has {len(self.optimizers)} optimizers; write run.optimizers[0], or "
                 "loop over run.optimizers"
             )
@@ -90,13 +90,13 @@ class Prepared:
         """The settings of the loss scale in force; None without one. Of several, the first."""
         return self.engine.scales.settings
 
-    def change(
+    def set_policy(
         self,
         policy: AnyPolicy | Plan,
         *,
-        loss_scale: Asked | None = None,
+        loss_scale: RequestedScale | None = None,
         keep_scale: bool = False,
-        running: Running | None = None,
+        execution: Execution | None = None,
     ) -> list[PrecisionChange]:
         """Carry out another policy or plan from the next step on; return the modules it changes.
 
@@ -112,26 +112,27 @@ class Prepared:
         told. Plans of your own: `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
         """
         weights = self.engine.weights
-        weights.ownership.refuse_swapped_in(doing="change()")
+        weights.ownership.check_not_swapped(doing="set_policy()")
         if weights.with_gradients():
-            raise RecipeError(
-                "change() was called between backward() and step(), and gradients have the formats "
+            raise ConfigError(
+                "set_policy() was called between backward() and step(), and gradients have the "
+                "formats "
                 "and the scale of the old policy; call it after step()"
             )
-        before, plan = self.plan, _plan_of(policy, self.engine, running)
-        self.engine.change(plan, loss_scale=settings_from(loss_scale), keep_scale=keep_scale)
+        before, plan = self.plan, _resolve_plan(policy, self.engine, execution)
+        self.engine.set_plan(plan, loss_scale=settings_from(loss_scale), keep_scale=keep_scale)
         return changes_between(before, plan)
 
-    def compute(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Hold this over the forward pass and the loss."""
-        return self.engine.compute()
+        return self.engine.autocast()
 
     def backward(self, loss: Tensor, *, name: str = "loss", retain_graph: bool = False) -> None:
         """Add a loss's gradients to those already there, scaled as the policy needs.
 
         Called n times before `step` this is gradient accumulation: divide the loss by n.
         """
-        refuse_no_loss(loss)
+        check_loss(loss)
         self.engine.backward(loss, name=name, retain_graph=retain_graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -163,7 +164,7 @@ class Prepared:
         engine = self.engine
         engine.begin_step()
         present = engine.weights.with_gradients()
-        refuse_no_gradients(present, doing="step()")
+        check_gradients_exist(present, doing="step()")
         engine.weights.ownership.gradients.before_step(scaled=engine.scales.value is not None)
         metered = engine.is_metered
         with dropped_on_failure(engine.weights):
@@ -171,22 +172,24 @@ class Prepared:
         return engine.end_step(packed, present, metered=metered)
 
     def graphed(
-        self, loss_of: Callable[..., Tensor], *, signatures: int = SIGNATURES
+        self, loss_fn: Callable[..., Tensor], *, signatures: int = SIGNATURES
     ) -> CapturedStep:
         """Return what takes whole steps with this loss, replayed as CUDA graphs on a GPU.
 
-        `loss_of` is given what a step is, and calls the model; `run.compute()` is held over it.
+        `loss_of` is given what a step is, and calls the model; `run.autocast()` is held over it.
         What Python decides in it is decided once for each of so many `signatures` of its inputs.
         """
-        return CapturedStep(self.engine, loss_of, step=self.step, signatures=signatures)
+        return CapturedStep(self.engine, loss_fn, step=self.step, signatures=signatures)
 
-    def plateau(self, value: float | Tensor) -> None:
+    def scheduler_step(self, metric: float | Tensor) -> None:
         """Give a metric to the `ReduceLROnPlateau` that `prepare` was given. Waits for the device.
 
         Call it where torch's own would be stepped: after an evaluation. `step` does not move it.
         """
         self.sync()
-        self.engine.schedules.plateau(value.item() if isinstance(value, Tensor) else float(value))
+        self.engine.schedules.step_metric(
+            metric.item() if isinstance(metric, Tensor) else float(metric)
+        )
 
     def sync(self) -> None:
         """Wait for every step so far, and let schedule, counts and findings catch up."""
@@ -196,7 +199,7 @@ class Prepared:
         """Return a copy of the counts of the run so far. Waits for the device."""
         self.sync()
         stats = copy.deepcopy(self.engine.log.stats)
-        stats.bytes = bytes_of(self.engine.weights) | self.engine.fp8.bytes()
+        stats.bytes = bytes_by_role(self.engine.weights) | self.engine.fp8.bytes()
         scale = self.engine.scales.value
         stats.current_scale = 1.0 if scale is None else scale.item()
         return stats
@@ -222,20 +225,20 @@ class Prepared:
         return self.engine.update_path
 
     @property
-    def has_average(self) -> bool:
+    def has_ema(self) -> bool:
         """Whether an average of the weights is kept."""
         return self.engine.weights.average is not None
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
+    def use_ema(self) -> contextlib.AbstractContextManager[None]:
         """Let the model use the averaged weights inside the block; without an average, nothing.
 
-        In the formats of the weights; `averaged_weights` has every digit.
+        In the formats of the weights; `ema_state_dict` has every digit.
         """
-        if not self.has_average:
+        if not self.has_ema:
             return contextlib.nullcontext()
-        return standing_in(self.engine, "averaged", self.engine.weights.averaged)
+        return swapped_in(self.engine, "use_ema", self.engine.weights.averaged)
 
-    def averaged_weights(self) -> dict[str, Tensor]:
+    def ema_state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the averages in fp32, by name, which the plain model loads.
 
         Buffers, and weights that are not trained, are as they are now.
@@ -247,16 +250,16 @@ class Prepared:
         """Whether the weights are a lookahead point, and the answer is another."""
         return self.engine.weights.lookahead is not None
 
-    def answering(self) -> contextlib.AbstractContextManager[None]:
+    def use_eval_weights(self) -> contextlib.AbstractContextManager[None]:
         """Let the model use the answer inside the block; without a lookahead point, nothing.
 
-        In the formats of the weights; `answer_weights` has every digit.
+        In the formats of the weights; `eval_state_dict` has every digit.
         """
         if not self.has_lookahead:
             return contextlib.nullcontext()
-        return standing_in(self.engine, "answering", self.engine.weights.answer)
+        return swapped_in(self.engine, "use_eval_weights", self.engine.weights.answer)
 
-    def answer_weights(self) -> dict[str, Tensor]:
+    def eval_state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the answer in fp32, by name, which the plain model loads.
 
         Buffers, and weights that are not trained, are as they are now. Without a lookahead point
@@ -264,25 +267,26 @@ class Prepared:
         """
         return self.engine.weights.copied_by_name(self.engine.weights.answer)
 
-    def full_weights(self) -> dict[str, Tensor]:
+    def fp32_state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the model's state with every digit that is kept: master values, by name.
 
-        Further steps do not change it. Refused inside `averaged()` and `answering()`, where the
+        Further steps do not change it. Refused inside `use_ema()` and `use_eval_weights()`, where
+        the
         model holds other weights.
         """
-        self.engine.weights.ownership.refuse_swapped_in(doing="full_weights()")
+        self.engine.weights.ownership.check_not_swapped(doing="fp32_state_dict()")
         return self.engine.weights.copied_by_name(self.engine.weights.full)
 
     def release(self) -> nn.Module:
         """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them.
 
-        Of a lookahead point these are where gradients were taken: take `answer_weights` first.
+        Of a lookahead point these are where gradients were taken: take `eval_state_dict` first.
         Gradients of a step that was not taken have no loss scale any more; those of weights that
         were kept in 16 bits are dropped.
         """
-        self.engine.weights.ownership.refuse_swapped_in(doing="release()")
+        self.engine.weights.ownership.check_not_swapped(doing="release()")
         if self.engine.weights.masters.parameters:
-            instead = "Load run.full_weights() into a model that is not sharded"
+            instead = "Load run.fp32_state_dict() into a model that is not sharded"
             check_dtypes_stay(self.model, doing="release()", instead=instead)
         self.sync()
         _give_back(self.engine)
@@ -294,12 +298,12 @@ class Prepared:
         Further steps do not change it, so it can be kept to go back to. It takes as much memory
         on the device as weights and optimizer state do. Waits for the device.
         """
-        self.engine.weights.ownership.refuse_swapped_in(doing="state_dict()")
-        return copy.deepcopy(state_of(self.engine))
+        self.engine.weights.ownership.check_not_swapped(doing="state_dict()")
+        return copy.deepcopy(collect_state(self.engine))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where a saved run stood; that of another run is refused and changes nothing."""
-        self.engine.weights.ownership.refuse_swapped_in(doing="load_state_dict()")
+        self.engine.weights.ownership.check_not_swapped(doing="load_state_dict()")
         load_state(self.engine, state)
 
 
@@ -313,20 +317,20 @@ def _give_back(engine: Engine) -> None:
     engine.schedules.release()
 
 
-def _plan_of(policy: AnyPolicy | Plan, engine: Engine, running: Running | None) -> Plan:
+def _resolve_plan(policy: AnyPolicy | Plan, engine: Engine, running: Execution | None) -> Plan:
     """Return a plan, or that of a policy for the device that is trained on."""
     if isinstance(policy, Plan):
-        refuse_another_running(policy, running)
+        check_execution(policy, running)
         return policy
     now = engine.plan
-    if running is None and now.running != "eager":  # a model may have been compiled since
-        running = now.running
+    if running is None and now.execution != "eager":  # a model may have been compiled since
+        running = now.execution
     return make_plan(
         engine.model,
         policy,
         hardware=now.hardware,
         emulate=engine.emulate,
         fuse=now.fuse,
-        memory=now.memory.asked,
-        running=running,
+        memory=now.memory.requested,
+        execution=running,
     )

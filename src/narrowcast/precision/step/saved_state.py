@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.precision.nested import copy_tensors, map_tensors
 from narrowcast.precision.step.engine import Engine
-from narrowcast.precision.step.foreign_state import OUTLINE, outline_of, refuse_foreign_state
+from narrowcast.precision.step.foreign_state import OUTLINE, check_state, state_outline
 from narrowcast.precision.step.stats import Stats
+from narrowcast.precision.weights.multi_optimizer import member_optimizers
 from narrowcast.precision.weights.optimizer_state import load_optimizer_states, optimizer_states
-from narrowcast.precision.weights.side_by_side import parts_of
 
 
-def state_of(engine: Engine) -> dict[str, Any]:
+def collect_state(engine: Engine) -> dict[str, Any]:
     """Return the state of a run, in tensors of the run itself. Waits for the device."""
     engine.log.sync()
     # Or a run that goes on would, and one that resumes not.
@@ -29,7 +29,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
     state = {
         "policy": str(engine.plan.policy),
         "weights": engine.model.state_dict(),
-        "beside_model": _beside_model(engine),
+        "beside_model": _extra_parameters(engine),
         "master": engine.weights.masters.state_dict(),
         "scheduler": engine.schedules.state_dict(),
         "optimizer": optimizer_states(engine.weights),
@@ -40,7 +40,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
         "applied_before": engine.first_scales.applied_before,
         "stats": engine.log.stats.state_dict(),
     }
-    return {**state, OUTLINE: outline_of(state)}
+    return {**state, OUTLINE: state_outline(state)}
 
 
 def load_state(engine: Engine, state: dict[str, Any]) -> None:
@@ -49,19 +49,19 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
     For a moment there is a second copy of the weights that it has others of.
     """
     if engine.scales.value is not None and engine.weights.with_gradients():
-        raise RecipeError(
+        raise ConfigError(
             "load_state_dict() was called between backward() and step(), and gradients have the "
             "loss scale of before; call it after step(), or zero_grad() first"
         )
-    mine = state_of(engine)
-    refuse_foreign_state(state, mine=mine)
+    mine = collect_state(engine)
+    check_state(state, mine=mine)
     stats, applied_before = _counts(state)
     with _all_or_nothing(engine, mine, state):
         # First whatever may still refuse: code of others, and states of random generators.
         engine.schedules.load_state_dict(copy.deepcopy(state["scheduler"]))
         load_optimizer_states(engine.weights, state["optimizer"])
         engine.model.load_state_dict(state["weights"])
-        copy_tensors(_beside_model(engine), state["beside_model"])
+        copy_tensors(_extra_parameters(engine), state["beside_model"])
         engine.weights.masters.load_state_dict(state["master"])
     engine.scales.load_state_dict(state["scales"])
     if engine.weights.average is not None:
@@ -76,7 +76,7 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
     torch.clear_autocast_cache()
 
 
-def weights_of(engine: Engine) -> dict[str, Any]:
+def collect_weights(engine: Engine) -> dict[str, Any]:
     """Return the weights alone, with every digit that is kept of them, averages and leads."""
     average, inside = engine.weights.average, set(engine.model.parameters())
     lookahead = engine.weights.lookahead
@@ -96,7 +96,7 @@ def put_weights(engine: Engine, state: dict[str, Any]) -> None:
     """
     engine.log.sync()
     engine.model.load_state_dict({**engine.model.state_dict(), **state["weights"]})
-    copy_tensors(_beside_model(engine), state["beside_model"])
+    copy_tensors(_extra_parameters(engine), state["beside_model"])
     if engine.weights.average is not None:
         copy_tensors(engine.weights.average.averages, state["average"])
     if engine.weights.lookahead is not None:
@@ -105,7 +105,7 @@ def put_weights(engine: Engine, state: dict[str, Any]) -> None:
     torch.clear_autocast_cache()
 
 
-def _beside_model(engine: Engine) -> list[Tensor]:
+def _extra_parameters(engine: Engine) -> list[Tensor]:
     """Return what is trained and no part of the model: a learnable temperature."""
     inside = set(engine.model.parameters())
     return [p.detach() for p in engine.weights.all if p not in inside]
@@ -136,8 +136,8 @@ def _all_or_nothing(engine: Engine, mine: dict[str, Any], state: dict[str, Any])
     schedules, saved = copy.deepcopy(mine["scheduler"]), state["weights"]
     moved = {name: own for name, own in mine["weights"].items() if not _is_same(own, saved[name])}
     weights = (moved, mine["beside_model"])
-    kept = map_tensors(weights, lambda tensor: tensor.detach().clone())
-    optimizers = [(each, dict(vars(each))) for each in parts_of(engine.optimizer)]
+    stored = map_tensors(weights, lambda tensor: tensor.detach().clone())
+    optimizers = [(each, dict(vars(each))) for each in member_optimizers(engine.optimizer)]
     try:
         yield
     except Exception as error:
@@ -146,7 +146,7 @@ def _all_or_nothing(engine: Engine, mine: dict[str, Any], state: dict[str, Any])
             vars(optimizer).update(attributes)
         if engine.weights.fused is not None:
             engine.weights.fused.forget_bindings()
-        copy_tensors(weights, kept)
+        copy_tensors(weights, stored)
         engine.schedules.load_state_dict(schedules)
         raise CheckpointError(
             f"the checkpoint could not be taken up ({type(error).__name__}: {error}), and the run "

@@ -1,7 +1,7 @@
 """Learning-rate schedules: those that move with every applied step, and those that wait for news.
 
 A `ReduceLROnPlateau` moves by a metric, which only the user knows: it is handed over by
-`Prepared.plateau`, and a step leaves it alone.
+`Prepared.scheduler_step`, and a step leaves it alone.
 
 A `scheduler.step()` left over from the loop before `prepare` would move a schedule twice as fast.
 While a run holds a schedule, its class is a subclass whose `step()` raises for everybody else.
@@ -14,9 +14,9 @@ from typing import Any, Protocol, final
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.precision.step.checks import needed_arguments
-from narrowcast.precision.weights.side_by_side import parts_of
+from narrowcast.precision.weights.multi_optimizer import member_optimizers
 
 
 class Scheduler(Protocol):
@@ -41,16 +41,16 @@ class Schedules:
 
     def __init__(
         self,
-        given: AnyScheduler | Sequence[AnyScheduler] | None,
+        inputs: AnyScheduler | Sequence[AnyScheduler] | None,
         *,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        if given is None:
-            given = ()
-        self.all: tuple[Any, ...] = tuple(given) if isinstance(given, Sequence) else (given,)
+        if inputs is None:
+            inputs = ()
+        self.all: tuple[Any, ...] = tuple(inputs) if isinstance(inputs, Sequence) else (inputs,)
         for scheduler in self.all:
-            _refuse_foreign(scheduler, (optimizer, *parts_of(optimizer)))
-            _refuse_arguments(scheduler)
+            _check_optimizer(scheduler, (optimizer, *member_optimizers(optimizer)))
+            _check_arguments(scheduler)
         self._plateaus = [each for each in self.all if isinstance(each, ReduceLROnPlateau)]
         self._stepped = [each for each in self.all if not isinstance(each, ReduceLROnPlateau)]
         self._held: list[tuple[Any, type]] = []
@@ -74,16 +74,16 @@ class Schedules:
             scheduler.__class__ = kind
         self._held.clear()
 
-    def plateau(self, value: float) -> None:
+    def step_metric(self, value: float) -> None:
         """Give the schedules that wait for it a metric."""
         if not self._plateaus:
-            raise RecipeError(
-                "plateau() has no schedule to give its number to; write "
+            raise ConfigError(
+                "scheduler_step() has no schedule to give its number to; write "
                 "prepare(…, scheduler=ReduceLROnPlateau(optimizer))"
             )
         for scheduler in self._plateaus:
             # From now on: whoever only ever steps it directly moves it once, too.
-            self._hold(scheduler, mover="run.plateau()")
+            self._hold(scheduler, mover="run.scheduler_step()")
         with self._own_move():
             for scheduler in self._plateaus:
                 scheduler.step(value)
@@ -113,7 +113,7 @@ class Schedules:
 
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not schedules._moving:
-                raise RecipeError(
+                raise ConfigError(
                     f"{kind.__name__}.step() was called, but {mover} already steps this scheduler. "
                     "Delete the call, or leave the scheduler out of prepare() and step it yourself."
                 )
@@ -143,23 +143,23 @@ def _make(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
-def _refuse_foreign(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def _check_optimizer(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse a schedule of an optimizer that nobody steps."""
     theirs = getattr(scheduler, "optimizer", None)
     if isinstance(theirs, torch.optim.Optimizer) and not any(theirs is o for o in optimizers):
-        raise RecipeError(
+        raise ConfigError(
             f"the {type(scheduler).__name__} sets the learning rate of another "
             f"{type(theirs).__name__} than prepare() was given; make it of the same optimizer"
         )
 
 
-def _refuse_arguments(scheduler: Any) -> None:
+def _check_arguments(scheduler: Any) -> None:
     """Refuse a schedule that moves by something a step does not know."""
     if isinstance(scheduler, ReduceLROnPlateau):
         return
     step = getattr(scheduler, "step", None)
     if not callable(step):
-        raise RecipeError(
+        raise ConfigError(
             f"scheduler={type(scheduler).__name__} has no step(); give a learning-rate schedule, "
             "or a list of them"
         )

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.kernels.launch import PLAIN as PLAIN_TENSORS
 from narrowcast.precision.memory.checkpointing import Recomputed
 from narrowcast.precision.nested import leaves
@@ -32,7 +32,7 @@ Form = tuple[tuple[str, Any, str], ...]
 class Inputs:
     """The arguments of a step."""
 
-    given: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
     signature: Any
     """All that a capture is for: only the values of tensors may be others."""
     form: Form
@@ -46,7 +46,7 @@ class Inputs:
         return "the number of inputs"
 
 
-def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+def parse_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Take in the arguments of a step; refuse those whose tensors nobody would find.
 
     Numbers and words count by type and to the last digit: 1 is not True, 0.0 not -0.0.
@@ -56,12 +56,12 @@ def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     named = [*((f"input {i}", each) for i, each in enumerate(args)), *kwargs.items()]
     for name, value in (leaf for outer, each in named for leaf in leaves(each, outer)):
         if isinstance(value, Tensor):
-            _refuse_graph(value, name)
+            _check_no_graph(value, name)
             tensors.append((name, value.shape, value.dtype))
         elif isinstance(value, PLAIN):
             form.append((name, type(value), repr(value)))
         else:
-            raise RecipeError(
+            raise ConfigError(
                 f"graphed(): {name} is a {type(value).__name__}, inside which nobody looks for "
                 "tensors; give tensors, numbers and words, alone or in tuples, lists and dicts, "
                 "and let the function know the rest by itself"
@@ -69,7 +69,7 @@ def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     return Inputs((args, kwargs), (tuple(tensors), tuple(form)), tuple(form))
 
 
-def _refuse_graph(tensor: Tensor, name: str) -> None:
+def _check_no_graph(tensor: Tensor, name: str) -> None:
     if tensor.requires_grad:
         raise UnsupportedError(
             f"graphed(): {name} requires a gradient, which a replayed step does not hand back to "
@@ -78,7 +78,7 @@ def _refuse_graph(tensor: Tensor, name: str) -> None:
 
 
 @final
-class Terms:
+class CaptureTerms:
     """A prepared model as it was when steps of it began to be captured."""
 
     def __init__(self, engine: Engine) -> None:
@@ -117,7 +117,8 @@ class Terms:
         """Say what passes do that no graph can, given what the buffers were before."""
         if any(isinstance(module, Recomputed) and module.nc_draws for module in self._modules):
             return (
-                "blocks that memory.checkpoint computes again draw random numbers (dropout), and "
+                "blocks that memory.activation_checkpointing computes again draw random numbers "
+                "(dropout), and "
                 "cannot draw the same ones in a graph"
             )
         pairs = zip(self._names, self.buffers(), buffers, strict=True)
@@ -141,5 +142,5 @@ def synchronizing_line(error: BaseException) -> str:
     theirs = str(Path(torch.__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((ours, theirs))]
-    found = (own or list(frames))[-1]
-    return f"{Path(found.filename).name}:{found.lineno} ({found.line})"
+    result = (own or list(frames))[-1]
+    return f"{Path(result.filename).name}:{result.lineno} ({result.line})"

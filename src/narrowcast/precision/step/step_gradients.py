@@ -9,9 +9,9 @@ from torch import Tensor
 from narrowcast.precision.gradients.check import Checked, Unscaled, check_gradients
 from narrowcast.precision.gradients.loss_scales import Scales
 from narrowcast.precision.products.autocast import autocast_off
-from narrowcast.precision.products.entry import Entry, passing_back
+from narrowcast.precision.products.entry import RegionEntry, passing_back
 from narrowcast.precision.products.regions import tf32_products
-from narrowcast.precision.step.checks import refuse_fp16_gradients, refuse_no_gradients
+from narrowcast.precision.step.checks import check_gradients_exist, check_not_fp16
 from narrowcast.precision.weights.trained import TrainedWeights
 
 
@@ -22,7 +22,7 @@ def add_gradients(
     retain_graph: bool,
     scales: Scales,
     weights: TrainedWeights,
-    entry: Entry,
+    entry: RegionEntry,
 ) -> None:
     """Add a loss's gradients to those of the weights, scaled as the policy needs."""
     scale = scales.of_loss(name)
@@ -49,9 +49,9 @@ def unscale_gradients(scales: Scales, weights: TrainedWeights) -> None:
     if watch.unscaled is not None:
         return
     present = weights.with_gradients()
-    refuse_no_gradients(present, doing="unscale()")
+    check_gradients_exist(present, doing="unscale()")
     gradients, inv_scale = weights.gradients(present), scales.inv_scale(present)
-    refuse_fp16_gradients(gradients)
+    check_not_fp16(gradients)
     watch.before_step(scaled=True, doing="unscale()")
     checked = check_gradients(gradients, inv_scale, take_norms=weights.norms)
     if weights.fused is not None:
@@ -106,7 +106,7 @@ def move_scales(
     return scales.update(unscaled.checked, unscaled.present) | ~(checked.finite | overflowed)
 
 
-def _run(scaled: Tensor, entry: Entry, *, retain_graph: bool) -> None:
+def _run(scaled: Tensor, entry: RegionEntry, *, retain_graph: bool) -> None:
     if entry.region.emulated:
         # Activation checkpointing runs forward passes again, here. A mode sees `backward` of a
         # tensor and steps aside for all that happens in it; that of an edge passes it by.

@@ -34,7 +34,7 @@ class StepLog:
         self,
         schedules: Schedules,
         *,
-        patience: int,
+        max_skipped_steps: int,
         weights: Mapping[str, Tensor],
         scaled: bool,
         wording: Wording,
@@ -43,7 +43,7 @@ class StepLog:
         self.scaled = scaled
         self.params_lose: Losing = "never"
         """Whether rounding may be why an update is lost."""
-        self._schedules, self._patience, self._weights = schedules, patience, weights
+        self._schedules, self._patience, self._weights = schedules, max_skipped_steps, weights
         self.wording = wording
         """How advice to the run's owner is written."""
         self._in_flight: list[Outcome] = []
@@ -67,10 +67,10 @@ class StepLog:
 
     def findings(self) -> list[FindingRecord]:
         """Return what was found since this was last asked."""
-        found, self._findings = self._findings, []
-        return found
+        matches, self._findings = self._findings, []
+        return matches
 
-    def refuse_to_go_on(self) -> None:
+    def check_not_diverged(self) -> None:
         """Give up, once every step would be skipped.
 
         Asked at the beginning of a step, so that the outcome of the one before it is known. Waits
@@ -155,12 +155,12 @@ class StepLog:
         return NO_MODULE if everywhere else outcome.bad_module
 
 
-def _remedy(module: str, words: Wording) -> str:
+def _remedy(module: str, terms: Wording) -> str:
     # Which number came first is not known here, and so not what would help.
-    ask = "" if words.in_recipe else "; narrowcast.explain says which number came first"
+    ask = "" if terms.in_recipe else "; narrowcast.explain says which number came first"
     if module == NO_MODULE:
-        wider = "a wider precision.policy" if words.in_recipe else "a wider policy"
-        return f"try a lower {words.lr}, {wider}, or the data{ask}"
-    if words.policy.for_module(module).forward == "fp32":
-        return f"try a lower {words.lr}, or the data{ask}"
-    return f"try {words.wider(module, 'fp32')}, a lower {words.lr}, or the data{ask}"
+        wider = "a wider precision.policy" if terms.in_recipe else "a wider policy"
+        return f"try a lower {terms.lr}, {wider}, or the data{ask}"
+    if terms.policy.for_module(module).forward == "fp32":
+        return f"try a lower {terms.lr}, or the data{ask}"
+    return f"try {terms.wider(module, 'fp32')}, a lower {terms.lr}, or the data{ask}"

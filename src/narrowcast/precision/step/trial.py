@@ -7,7 +7,7 @@ from narrowcast.precision.fp8.state import Fp8Model
 from narrowcast.precision.modules.rewrite import rewrite_modules
 from narrowcast.precision.modules.wrappers import OwnLossScale
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.products.entry import entry_of
+from narrowcast.precision.products.entry import get_entry
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.swap import restore, set_class, swap
 
@@ -21,14 +21,14 @@ def plan_tried(engine: Engine, plan: Plan) -> Iterator[None]:
     """
     modules = list(engine.model.modules())
     before = [(type(module), _ours(module.__dict__)) for module in modules]
-    in_force = engine.plan, engine.entry, engine.fp8
+    active = engine.plan, engine.entry, engine.fp8
     restore(engine.model)
     try:
         rewrite_modules(engine.model, plan)
         for module, (_, attributes) in zip(modules, before, strict=True):
             if "nc_scale" in attributes:
                 swap(module, OwnLossScale, nc_scale=attributes["nc_scale"])
-        engine.plan, engine.entry = plan, entry_of(engine.model)
+        engine.plan, engine.entry = plan, get_entry(engine.model)
         engine.fp8 = Fp8Model(engine.model)
         yield
     finally:
@@ -38,7 +38,7 @@ def plan_tried(engine: Engine, plan: Plan) -> Iterator[None]:
             module.__dict__.update(attributes)
             if "nc_forward" in attributes:
                 module.__dict__.pop("forward", None)
-        engine.plan, engine.entry, engine.fp8 = in_force
+        engine.plan, engine.entry, engine.fp8 = active
 
 
 def _ours(attributes: dict[str, object]) -> dict[str, object]:

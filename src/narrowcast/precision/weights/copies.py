@@ -57,10 +57,14 @@ def show_as_it_is(weight: nn.Parameter) -> None:
 
 def _show_one(weight: nn.Parameter, shown: Full, take: Take) -> None:
     # The weight holds these, which therefore hold neither it nor those who keep it.
-    kept, showing, taking = weakref.ref(weight), weakref.WeakMethod(shown), weakref.WeakMethod(take)
+    stored, showing, taking = (
+        weakref.ref(weight),
+        weakref.WeakMethod(shown),
+        weakref.WeakMethod(take),
+    )
 
     def made() -> nn.Parameter:
-        source, of = kept(), showing()
+        source, of = stored(), showing()
         assert source is not None
         value = source.detach().float() if of is None else of(source)
         whole = nn.Parameter(value.detach().clone(), requires_grad=source.requires_grad)
@@ -68,7 +72,7 @@ def _show_one(weight: nn.Parameter, shown: Full, take: Take) -> None:
         return whole
 
     def load(value: Tensor) -> None:
-        source, into = kept(), taking()
+        source, into = stored(), taking()
         if source is not None and into is not None:
             into(source, value)
 

@@ -36,8 +36,8 @@ class WeightAverage:
 
     def of(self, weight: nn.Parameter) -> Tensor | None:
         """Return the average of a weight; None of one that has none."""
-        place = self._places.get(weight)
-        return None if place is None else self.averages[place]
+        index = self._places.get(weight)
+        return None if index is None else self.averages[index]
 
     def update(self, places: Sequence[int], full: Full, *, finite: Tensor | None) -> None:
         """Move the averages in these places towards their weights, unless `finite` is false.

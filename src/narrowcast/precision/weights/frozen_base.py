@@ -9,15 +9,20 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.numerics import E4M3
-from narrowcast.precision.kept import LARGEST, KeptLayer, Products, keep_layer
 from narrowcast.precision.plan.policy import HEADS, matches, suggestion
+from narrowcast.precision.quantized_frozen import (
+    LARGEST,
+    Products,
+    QuantizedFrozenLayer,
+    keep_layer,
+)
 from narrowcast.precision.swap import is_swapped
 
 
 @torch.no_grad()
-def keep_frozen(
+def quantize_frozen(
     model: nn.Module,
     format: str = "e4m3",  # noqa: A002  # what policies call it
     *,
@@ -36,58 +41,61 @@ def keep_frozen(
     shapes allow, with inputs and gradients scaled by row, `wide` never in fp8.
     """
     if format != E4M3.name:
-        raise RecipeError(
-            f"keep_frozen was asked for {format}; what it keeps weights in is e4m3. For 16 bits "
+        raise ConfigError(
+            f"quantize_frozen was asked for {format}; what it keeps weights in is e4m3. For 16 "
+            "bits "
             "call model.to(torch.bfloat16)"
         )
     if products not in ("auto", "fp8", "wide"):
-        raise RecipeError(f"products={products!r} is none of auto, fp8, wide; write one of them")
+        raise ConfigError(f"products={products!r} is none of auto, fp8, wide; write one of them")
     if is_swapped(model):
-        raise RecipeError(
-            "keep_frozen was called on a model that is prepared; call it before prepare(), or "
+        raise ConfigError(
+            "quantize_frozen was called on a model that is prepared; call it before prepare(), or "
             "release() first"
         )
-    _refuse_unmatched(model, skip)
+    _check_globs(model, skip)
     layers = dict(_candidates(model, skip))
     if not layers:
-        raise RecipeError(
+        raise ConfigError(
             "no linear layer of this model has a frozen weight to keep; freeze the base with "
             "requires_grad_(False), or put adapters on it, which does"
         )
     for name, layer in layers.items():  # before anything is changed
-        _refuse_what_cannot_be_kept(name, layer.weight)
-    found = {name: keep_layer(layer, products) for name, layer in layers.items()}
-    return {name: snr_db for name, snr_db in found.items() if snr_db is not None}
+        _check_quantizable(name, layer.weight)
+    results = {name: keep_layer(layer, products) for name, layer in layers.items()}
+    return {name: snr_db for name, snr_db in results.items() if snr_db is not None}
 
 
 @torch.no_grad()
-def widen_frozen(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
+def dequantize_frozen(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
     """Give plain layers back, with wide weights; return their names.
 
     `dtype` is that of the weights; left out, each has the one it came in. bf16 and fp32 hold all
     that e4m3 kept; what that has lost stays lost.
     """
     if is_swapped(model):
-        raise RecipeError("widen_frozen was called on a model that is prepared; release() it first")
-    names = [name for name, each in model.named_modules() if isinstance(each, KeptLayer)]
+        raise ConfigError(
+            "dequantize_frozen was called on a model that is prepared; release() it first"
+        )
+    names = [name for name, each in model.named_modules() if isinstance(each, QuantizedFrozenLayer)]
     for name in names:
         layer = model.get_submodule(name)
-        assert isinstance(layer, KeptLayer)
+        assert isinstance(layer, QuantizedFrozenLayer)
         layer.nc_widen(dtype)
     return names
 
 
-def refuse_to_train_kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_not_quantized(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse to train what is kept in e4m3, or to hold it as if it were."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     for name, module in model.named_modules():
-        if isinstance(module, KeptLayer):
+        if isinstance(module, QuantizedFrozenLayer):
             weight = module.weight_e4m3
             if weight.requires_grad or weight in held:
-                raise RecipeError(
+                raise ConfigError(
                     f"the weight of {name} is kept in e4m3 and cannot be trained; give the "
                     "optimizer [p for p in model.parameters() if p.requires_grad], or call "
-                    "widen_frozen(model) and make it anew"
+                    "dequantize_frozen(model) and make it anew"
                 )
 
 
@@ -124,7 +132,7 @@ def _is_linear(module: nn.Module) -> bool:
     return kind is nn.Linear or gpt2
 
 
-def _refuse_what_cannot_be_kept(name: str, weight: object) -> None:
+def _check_quantizable(name: str, weight: object) -> None:
     assert isinstance(weight, Tensor)
     if weight.is_meta or not weight.numel():
         return
@@ -137,8 +145,8 @@ def _refuse_what_cannot_be_kept(name: str, weight: object) -> None:
         )
 
 
-def _refuse_unmatched(model: nn.Module, skip: Sequence[str]) -> None:
+def _check_globs(model: nn.Module, skip: Sequence[str]) -> None:
     names = [name for name, _ in model.named_modules()]
     for glob in skip:
         if not any(matches(name, glob) for name in names):
-            raise RecipeError(f"skip: {glob!r} names no module{suggestion(glob, names)}")
+            raise ConfigError(f"skip: {glob!r} names no module{suggestion(glob, names)}")

@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.kernels.adamw.twin import (
     AT_HOME,
     BLOCK,
     AdamTwin,
     Ahead,
     Weight,
-    moments_of,
+    read_moments,
 )
 from narrowcast.kernels.launch import PLAIN
 from narrowcast.kernels.tables import are_same, laid_like, lies_like, upload
-from narrowcast.precision.dtensor import local_part, shards_of
+from narrowcast.precision.dtensor import local_part, local_shards
 from narrowcast.precision.gradients.norms import GradientNorms
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.host_moments import OffloadedAdam, keep_on_host
-from narrowcast.precision.weights.hyper import hyper_of
+from narrowcast.precision.weights.hyper import group_hyper
 from narrowcast.precision.weights.lookahead import LookaheadPoint
 from narrowcast.precision.weights.master import SCALE, MasterWeights
 from narrowcast.precision.weights.moment_codes import FIRST, convert, like, undo_cast
@@ -93,7 +93,7 @@ class FusedAdamW:
         with them, and with no others, and so do the leads of a `lookahead`. Returns the share of
         lost updates among all weights if it is to be measured.
         """
-        _refuse_hooks(self._optimizer)
+        _check_hooks(self._optimizer)
         if (average, lookahead) != (self._average, self._lookahead):
             self._average, self._lookahead, self._bound = average, lookahead, []
         self._refresh(present)
@@ -113,7 +113,7 @@ class FusedAdamW:
 
     def has_written(self, present: Sequence[int]) -> None:
         """Let torch know that weights have other values: the kernel writes past it."""
-        torch.autograd.graph.increment_version(shards_of([self._weights[i] for i in present]))
+        torch.autograd.graph.increment_version(local_shards([self._weights[i] for i in present]))
 
     @property
     def binding(self) -> object:
@@ -138,8 +138,8 @@ class FusedAdamW:
 
     def write_hyper(self) -> None:
         """Let the next step, or the next replay of a captured one, use the groups' settings."""
-        _refuse_settings(self._optimizer)
-        groups = [hyper_of(self._optimizer, g) for g in self._optimizer.param_groups]
+        _check_settings(self._optimizer)
+        groups = [group_hyper(self._optimizer, g) for g in self._optimizer.param_groups]
         self._adam.write_hyper(groups, ahead=self._ahead)
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -149,8 +149,8 @@ class FusedAdamW:
             state = self._optimizer.state[keys[number]]
             for name, value in values.items():
                 if isinstance(value, Tensor):
-                    place = "cpu" if self._offloaded and name != STEP else self._device
-                    state[name] = value.detach().to(place, copy=True)
+                    location = "cpu" if self._offloaded and name != STEP else self._device
+                    state[name] = value.detach().to(location, copy=True)
         self.forget_bindings()
 
     def forget_bindings(self) -> None:
@@ -162,7 +162,7 @@ class FusedAdamW:
         self._refresh([])
         for bound in self._bound:
             state, w = self._optimizer.state[bound.key], bound.weight
-            for name, flat in zip((FIRST, SECOND), moments_of(w), strict=True):
+            for name, flat in zip((FIRST, SECOND), read_moments(w), strict=True):
                 if state[name].dtype != torch.float32:
                     state[name] = like(state[name], flat)
                 state.pop(name + SCALE, None)
@@ -224,37 +224,37 @@ class FusedAdamW:
     def _held(self) -> tuple[list[object], list[int]]:
         """Return all that the optimizer's state holds, and where the weights are."""
         states = map(dict.values, self._optimizer.state.values())
-        addresses = map(Tensor.data_ptr, shards_of(self._weights))
+        addresses = map(Tensor.data_ptr, local_shards(self._weights))
         return list(itertools.chain.from_iterable(states)), list(addresses)
 
     def _gradients(self, present: Sequence[int]) -> Sequence[Tensor | None]:
         """Return the gradient of each bound weight, which lies in memory as the weight does."""
-        found = list(map(_GRAD, self._bound_weights))
-        there = shards_of([g for g in found if g is not None])
-        every = len(present) == len(found)
+        matches = list(map(_GRAD, self._bound_weights))
+        there = local_shards([g for g in matches if g is not None])
+        every = len(present) == len(matches)
         if every and _layouts(there, sized=self._sharded) == self._layouts:
             return there
         shards = iter(there)
         return [
             None if g is None else _laid_like(next(shards), bound.weight.weight)
-            for g, bound in zip(found, self._bound, strict=True)
+            for g, bound in zip(matches, self._bound, strict=True)
         ]
 
     def _key(self, i: int) -> nn.Parameter:
         """The parameter under which the optimizer knows weight `i`."""
-        place = self._places[i]
-        if place is None or self._masters.kind == "none":
+        position = self._places[i]
+        if position is None or self._masters.kind == "none":
             return self._weights[i]
-        return self._masters.fp32_params[place]
+        return self._masters.fp32_params[position]
 
     def _bind(self, i: int, group: int) -> "_Bound":
-        p, key, place = self._weights[i], self._key(i), self._places[i]
+        p, key, index = self._weights[i], self._key(i), self._places[i]
         state = self._state(i, p)
-        beside = None if place is None else self._masters.beside(place)
+        residual = None if index is None else self._masters.residual(index)
         weight = Weight(
             weight=local_part(p),
-            master="none" if place is None else self._masters.kind,
-            beside=None if beside is None else local_part(beside),
+            master="none" if index is None else self._masters.kind,
+            residual=None if residual is None else local_part(residual),
             first=local_part(state[FIRST]),
             second=local_part(state[SECOND]),
             first_scale=state.get(FIRST + SCALE),
@@ -265,7 +265,7 @@ class FusedAdamW:
             lead=None if self._lookahead is None else local_part(self._lookahead.lead(i)),
         )
         assert all(lies_like(t, weight.weight) for t in weight.tensors)
-        return _Bound(place=i, key=key, state=dict(state), weight=weight)
+        return _Bound(index=i, key=key, state=dict(state), weight=weight)
 
     def _state(self, i: int, p: nn.Parameter) -> dict[str, Any]:
         """Return the optimizer's state of a weight, begun or brought into its format."""
@@ -292,18 +292,18 @@ class FusedAdamW:
         return state
 
 
-def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
     if has_step_hooks(optimizer):
-        raise RecipeError(
+        raise ConfigError(
             "the optimizer was given step hooks after prepare(), and the fused optimizer "
             "would pass them by; register them before, or write fused_optimizer=False"
         )
 
 
-def _refuse_settings(optimizer: torch.optim.Optimizer) -> None:
+def _check_settings(optimizer: torch.optim.Optimizer) -> None:
     why = unsupported_settings(optimizer)
     if why:
-        raise RecipeError(
+        raise ConfigError(
             f"the optimizer was given other settings after prepare(), and {why}; set them "
             "before, or write fused_optimizer=False"
         )
@@ -315,8 +315,8 @@ def _of_bound(
     """Give each bound weight its factor, where there is one for each that is present."""
     if factor is None or factor.dim() == 0 or len(present) == len(bound):
         return factor
-    place = {i: n for n, i in enumerate(present)}
-    chosen = torch.tensor([place.get(each.place, 0) for each in bound])
+    location = {i: n for n, i in enumerate(present)}
+    chosen = torch.tensor([location.get(each.index, 0) for each in bound])
     return factor[upload(chosen, factor.device)]
 
 
@@ -342,7 +342,7 @@ def _layouts(tensors: Sequence[Tensor], *, sized: bool) -> list[object]:
 class _Bound:
     """A weight whose tensors are known, and what they were when it became so."""
 
-    place: int
+    index: int
     key: nn.Parameter
     state: dict[str, Any]
     weight: Weight

@@ -14,7 +14,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.gradients.check import Unscaled
 
 _GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")  # mapped over all weights
@@ -46,7 +46,7 @@ class GradientWatch:
             self._are_ours, self.unscaled = False, None
             return
         if self.unscaled is not None:
-            raise RecipeError(
+            raise ConfigError(
                 "backward() was called after unscale(), and would add scaled gradients to unscaled "
                 "ones; call every backward() of a step first, then unscale(), then step()"
             )
@@ -54,11 +54,11 @@ class GradientWatch:
             return
         name = self._first_foreign()
         if name and self._are_ours:
-            raise RecipeError(_changed(name, before="this backward()"))
+            raise ConfigError(_changed(name, before="this backward()"))
         if name and self._cleared:
-            raise RecipeError(_unscaled(name))
+            raise ConfigError(_unscaled(name))
         if name:
-            raise RecipeError(
+            raise ConfigError(
                 f"{name} has a gradient that no backward() of this run made: since its last step "
                 "another run's loss, or loss.backward(), has passed through the model; write "
                 "run.zero_grad() (or optimizer.zero_grad()) at the head of the step to drop them"
@@ -74,9 +74,9 @@ class GradientWatch:
         """Refuse to divide a loss scale out of gradients that it is not in, or no longer."""
         if scaled and self.unscaled is None:
             if not self._are_ours:
-                raise RecipeError(_unscaled(""))
+                raise ConfigError(_unscaled(""))
             if name := self._first_foreign():
-                raise RecipeError(_changed(name, before=doing))
+                raise ConfigError(_changed(name, before=doing))
         self._marks = self._none  # or they would outlive the update
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware.lane import Lane, Mark, mark_now, on_host, wait_for
-from narrowcast.kernels.adamw.twin import Ahead, Hyper, Weight, share_of
+from narrowcast.kernels.adamw.twin import Ahead, Hyper, Weight, lost_fraction
 from narrowcast.precision.dtensor import as_sharded
 from narrowcast.precision.plan.plan import Plan
 
@@ -25,7 +25,7 @@ ALIGNED = 256
 MOMENTS = ("first", "second", "first_scale", "second_scale")
 
 
-def refuse_host_moments(weights: Sequence[Tensor], plan: Plan, *, fused: bool, path: str) -> None:
+def check_host_moments(weights: Sequence[Tensor], plan: Plan, *, fused: bool, path: str) -> None:
     """Refuse a plan to keep moments on the host that the fused optimizer does not keep."""
     if not plan.memory.offloads_optimizer:
         return
@@ -75,7 +75,7 @@ class OffloadedAdam:
         self._buckets = []
         for number, (a, b) in enumerate(cut):
             staged, pairs = _staged(weights[a:b], self._slots[number % 2])
-            self._buckets.append(_Bucket(first=a, last=b, pairs=pairs, adam=make(staged, a)))
+            self._buckets.append(_MomentBucket(first=a, last=b, pairs=pairs, adam=make(staged, a)))
 
     def write_hyper(self, groups: Sequence[Hyper], *, ahead: Ahead | None = None) -> None:
         """As `AdamKernel.write_hyper`."""
@@ -112,14 +112,14 @@ class OffloadedAdam:
         wait_for(done, self._device)
         if not metered:
             return None
-        return share_of(torch.stack([bucket.adam.counts() for bucket in self._buckets]).sum(0))
+        return lost_fraction(torch.stack([bucket.adam.counts() for bucket in self._buckets]).sum(0))
 
-    def _fetch(self, bucket: "_Bucket", after: Mark) -> Mark:
+    def _fetch(self, bucket: "_MomentBucket", after: Mark) -> Mark:
         return self._up.copy(bucket.pairs, after=[after])
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class _MomentBucket:
     """Weights that are updated together, and where their moments are meanwhile."""
 
     first: int
@@ -160,8 +160,8 @@ def _staged(
 
 
 def _moments(weights: Sequence[Weight]) -> list[Tensor]:
-    found = [getattr(weight, name) for weight in weights for name in MOMENTS]
-    return [tensor for tensor in found if tensor is not None]
+    matches = [getattr(weight, name) for weight in weights for name in MOMENTS]
+    return [tensor for tensor in matches if tensor is not None]
 
 
 def _padded(tensor: Tensor) -> int:

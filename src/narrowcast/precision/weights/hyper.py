@@ -7,7 +7,7 @@ import torch
 from narrowcast.kernels.adamw.twin import Hyper
 
 
-def hyper_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper:
+def group_hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper:
     """Return what decides the next step of a group's weights."""
     return Hyper(
         lr=group["lr"],

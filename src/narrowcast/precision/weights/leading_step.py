@@ -78,14 +78,14 @@ class LeadingStep:
         way = torch._foreach_sub(weights, answers)
         torch._foreach_mul_(way, ahead.left)
         # Subtracted as it is kept: so the sum of both is z, whatever is rounded of the lead.
-        kept = [lead.to(old.dtype) for lead, old in zip(way, leads, strict=True)]
-        after = list(torch._foreach_sub(weights, _widened(kept, weights)))
+        stored = [lead.to(old.dtype) for lead, old in zip(way, leads, strict=True)]
+        after = list(torch._foreach_sub(weights, _widened(stored, weights)))
         if self._finite is not None:
             finite = self._finite
-            kept = [torch.where(finite, a, b) for a, b in zip(kept, leads, strict=True)]
+            stored = [torch.where(finite, a, b) for a, b in zip(stored, leads, strict=True)]
             after = [torch.where(finite, a, b) for a, b in zip(after, before, strict=True)]
         torch._foreach_copy_(weights, after)
-        torch._foreach_copy_(leads, kept)
+        torch._foreach_copy_(leads, stored)
 
 
 def _widened(leads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """The lookahead point: gradients are taken ahead of an average of the weights, on the way to them.
 
 There are three points. The optimizer moves z; x, the answer, is an average of z; and y, which the
-model has while it trains, lies between them. With a pull of b and a share of c, a step is
+model has while it trains, lies between them. With an interpolation of b and a rate of c, a step is
 
     z' = what the optimizer makes of z, with the gradient taken at y
     x' = x + c (z' - x)
@@ -12,7 +12,7 @@ e = b (z - x), the others follow from these two: z = y + e, and x = y - e (1 - b
 optimizer, with r = z' - x, the new lead is e' = b (1 - c) r, and y' = z' - e'. The same is in the
 fused optimizer, in one pass with the rest (`kernels.adamw`).
 
-It is primal averaging (with a share of 1/t, and z moved by plain SGD, schedule-free learning).
+It is primal averaging (with a rate of 1/t, and z moved by plain SGD, schedule-free learning).
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from typing import Any, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.kernels.adamw.twin import Ahead
 from narrowcast.precision.dtensor import local_part, placed_like
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.weights.side_by_side import parts_of
+from narrowcast.precision.weights.multi_optimizer import member_optimizers
 
 Storage = Literal["fp32", "bf16"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,19 +36,19 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Lookahead:
     """Settings of the lookahead point.
 
-    A share of 1 is plain training: all three points are one. The smaller the pull, the nearer are
-    gradients to where the optimizer is; with none at all the answer would be an average that
-    nothing depends on, which is what `ema_decay` keeps.
+    A rate of 1 is plain training: all three points are the same. With a smaller interpolation,
+    gradients are computed closer to the optimizer's point. At 0 the averaged weights would not
+    affect training; use `ema_decay` for that.
     """
 
-    pull: float = 0.9
+    interpolation: float = 0.9
     """How far from where the optimizer is to the answer gradients are taken: above 0, up to 1."""
-    share: float = 0.05
+    rate: float = 0.05
     """The part of its way to where the optimizer is that the answer goes in a step."""
     storage: Storage = "fp32"
     """How leads are kept. `bf16` takes 2 bytes a weight in place of 4. A lead is then rounded to 8
     binary digits in each step, and the answer takes the error, of at most 2**-9 of its way to where
-    the optimizer is; of that, the following steps leave 1 - share each. Where the optimizer is
+    the optimizer is; of that, the following steps leave 1 - rate each. Where the optimizer is
     keeps every digit."""
     momentum: float | None = 0.0
     """The first of the optimizer's `betas` from then on. To follow an average is a momentum too,
@@ -58,28 +58,28 @@ class Lookahead:
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
-        if not 0 < self.pull <= 1:
-            raise RecipeError(
-                f"Lookahead(pull={self.pull:g}): gradients are taken some of the way from where "
-                "the optimizer is to the answer; write a number above 0 and up to 1, such as 0.9, "
-                "or keep an average that decides nothing: ema_decay=0.95 in place of lookahead"
+        if not 0 < self.interpolation <= 1:
+            raise ConfigError(
+                "Lookahead(interpolation) must be above 0 and up to 1, got "
+                f"{self.interpolation:g}. Write 0.9, or use ema_decay=0.95 in place of lookahead "
+                "for an average that does not affect training."
             )
-        if not 0 < self.share <= 1:
-            raise RecipeError(
-                f"Lookahead(share={self.share:g}): the answer goes a part of its way in each step; "
+        if not 0 < self.rate <= 1:
+            raise ConfigError(
+                f"Lookahead(rate={self.rate:g}): the answer goes a part of its way in each step; "
                 "write a number above 0 and up to 1, such as 0.05"
             )
         if self.momentum is not None and not 0 <= self.momentum < 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"Lookahead(momentum={self.momentum:g}): write 0, a number below 1, or None to "
                 "leave the optimizer its own"
             )
         if self.begins_after < 0:
-            raise RecipeError(
+            raise ConfigError(
                 f"Lookahead(begins_after={self.begins_after}): write a number of steps, 0 or more"
             )
         if self.storage not in get_args(Storage):
-            raise RecipeError(
+            raise ConfigError(
                 f"Lookahead(storage={self.storage!r}): leads are kept in fp32 or bf16; write one "
                 "of these"
             )
@@ -87,7 +87,10 @@ class Lookahead:
     @property
     def ahead(self) -> Ahead:
         """How weights and leads follow the optimizer: the factors of a step."""
-        return Ahead(back=(1 - self.pull) / self.pull, left=self.pull * (1 - self.share))
+        return Ahead(
+            back=(1 - self.interpolation) / self.interpolation,
+            left=self.interpolation * (1 - self.rate),
+        )
 
 
 @final
@@ -142,8 +145,8 @@ class LookaheadPoint:
 
     def of(self, weight: nn.Parameter) -> Tensor | None:
         """Return the lead of a weight; None of one that has none."""
-        place = self._places.get(weight)
-        return None if place is None else self._leads[place]
+        index = self._places.get(weight)
+        return None if index is None else self._leads[index]
 
     def answer(self, weight: nn.Parameter, full: Tensor) -> Tensor:
         """Return where the answer is, given a weight with every digit that is kept of it."""
@@ -151,8 +154,8 @@ class LookaheadPoint:
         if lead is None:
             return full
         local = local_part(full)
-        found = local - self.settings.ahead.back * local_part(lead).to(local.dtype)
-        return placed_like(found, weight.detach())
+        result = local - self.settings.ahead.back * local_part(lead).to(local.dtype)
+        return placed_like(result, weight.detach())
 
     def bytes(self) -> int:
         """Return the size of the leads."""
@@ -162,8 +165,8 @@ class LookaheadPoint:
         """Return the leads, and the settings without which they mean nothing."""
         settings = self.settings
         return {
-            "pull": settings.pull,
-            "share": settings.share,
+            "interpolation": settings.interpolation,
+            "rate": settings.rate,
             "storage": settings.storage,
             "momentum": settings.momentum,
             "leads": list(self._leads),
@@ -193,7 +196,7 @@ def set_momentum(group: dict[str, Any], momentum: float) -> float:
     return float(first)
 
 
-def refuse_lookahead(optimizer: torch.optim.Optimizer, plan: Plan, settings: Lookahead) -> None:
+def check_lookahead(optimizer: torch.optim.Optimizer, plan: Plan, settings: Lookahead) -> None:
     """Refuse a lookahead point where it would not be the one that was asked for."""
     narrow = next((m for m in plan.modules if m.policy.params != "fp32"), None)
     master = plan.policy.master or "none"
@@ -204,7 +207,7 @@ def refuse_lookahead(optimizer: torch.optim.Optimizer, plan: Plan, settings: Loo
             "is kept; write master=split in the policy (of fp16 weights, master=fp32), or "
             "params=fp32"
         )
-    for part in parts_of(optimizer):
+    for part in member_optimizers(optimizer):
         kind, inside = type(part), _optimizer_in(part)
         if inside is not None:
             raise UnsupportedError(

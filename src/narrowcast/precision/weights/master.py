@@ -30,8 +30,8 @@ from narrowcast.numerics.parts import (
 )
 from narrowcast.precision.dtensor import local_part, placed_like
 from narrowcast.precision.plan.policy import Master
-from narrowcast.precision.weights.ownership import refuse_resized
-from narrowcast.precision.weights.side_by_side import parts_of
+from narrowcast.precision.weights.multi_optimizer import member_optimizers
+from narrowcast.precision.weights.ownership import check_not_resized
 
 SCALE = "_scale"
 """What the key of a moment is followed by in that of its scales, where it has 8 bits."""
@@ -67,11 +67,11 @@ def in_buckets(indices: Sequence[int], parameters: Sequence[Tensor]) -> Iterator
 def _master(value: Tensor) -> nn.Parameter:
     """Return what an optimizer holds in a weight's place; a copy would be of no model's weight."""
     made = nn.Parameter(value)
-    vars(made)["__deepcopy__"] = _refuse_copy
+    vars(made)["__deepcopy__"] = _raise_on_copy
     return made
 
 
-def _refuse_copy(memo: object) -> NoReturn:
+def _raise_on_copy(memo: object) -> NoReturn:
     raise UnsupportedError(
         "an optimizer was copied that holds master weights since prepare(), and a copy of it would "
         "train no model; copy model and optimizer before prepare(), or after release(), or save "
@@ -127,21 +127,21 @@ class MasterWeights:
         where what is kept beside one belongs to another number, the working one is right.
         """
         # torch cannot look at the bits of a sharded tensor, but at those of its shards.
-        beside = self.beside(i)
-        kept = None if beside is None else local_part(beside)
+        residual = self.residual(i)
+        stored = None if residual is None else local_part(residual)
         weight = self.parameters[i].detach() if working is None else working
-        refuse_resized(local_part(weight), kept)
-        full = join_fp32(local_part(weight), kept, kind=self.kind)
+        check_not_resized(local_part(weight), stored)
+        full = join_fp32(local_part(weight), stored, kind=self.kind)
         return placed_like(full, weight)
 
     def stored(self, i: int) -> tuple[Tensor, ...]:
         """Return the tensors that together hold weight `i`."""
         if self.kind == "fp32":
             return (self.fp32_params[i].detach(),)
-        beside = (self._residual[i],) if self._residual else ()
-        return (self.parameters[i].detach(), *beside)
+        residuals = (self._residual[i],) if self._residual else ()
+        return (self.parameters[i].detach(), *residuals)
 
-    def beside(self, i: int) -> Tensor | None:
+    def residual(self, i: int) -> Tensor | None:
         """Return what is kept beside working weight `i`; nothing for some kinds."""
         if self.kind == "fp32":
             return self.fp32_params[i].detach()
@@ -149,21 +149,21 @@ class MasterWeights:
 
     def fit(self, i: int) -> None:
         """Give up what is kept beside weight `i` where it belongs to another number."""
-        weight, beside = local_part(self.parameters[i]), self.beside(i)
-        if beside is None:
+        weight, extra = local_part(self.parameters[i]), self.residual(i)
+        if extra is None:
             return
-        kept = local_part(beside)
+        stored = local_part(extra)
         match self.kind:
             case "fp32":
                 # A look is faster than writing; a GPU would have to be waited for.
                 if weight.device.type != "cpu" or not _same_bits(
-                    nearest(kept, weight.dtype), weight
+                    nearest(stored, weight.dtype), weight
                 ):
-                    fitting_master(weight, kept, out=kept)
+                    fitting_master(weight, stored, out=stored)
             case "split":
-                kept.masked_fill_(weight == 0, 0)
+                stored.masked_fill_(weight == 0, 0)
             case _:
-                kept.copy_(fitting_compensation(weight, kept))
+                stored.copy_(fitting_compensation(weight, stored))
 
     def widens(self, parameter: nn.Parameter) -> bool:
         """Say whether the optimizer sees an fp32 weight and gradient in place of this one's."""
@@ -185,7 +185,9 @@ class MasterWeights:
             stepping()
             return
         with_gradient = [i for i, p in enumerate(self.parameters) if p.grad is not None]
-        if not all(type(o).__module__.startswith("torch.optim") for o in parts_of(optimizer)):
+        if not all(
+            type(o).__module__.startswith("torch.optim") for o in member_optimizers(optimizer)
+        ):
             self._step_some(stepping, with_gradient, factors)
             return
         groups = [group["params"] for group in optimizer.param_groups]
@@ -245,16 +247,16 @@ class MasterWeights:
 
     def bytes(self) -> int:
         """Return the size of what is kept beside the working weights."""
-        kept = [*self._residual, *(self.fp32_params if self.kind == "fp32" else [])]
-        return sum(t.numel() * t.element_size() for t in kept)
+        stored = [*self._residual, *(self.fp32_params if self.kind == "fp32" else [])]
+        return sum(t.numel() * t.element_size() for t in stored)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept beside the working weights, and belongs to them."""
         for i in range(len(self.parameters)):
             self.fit(i)
-        state: dict[str, Any] = {"kind": self.kind, "beside": self._residual}
+        state: dict[str, Any] = {"kind": self.kind, "residual": self._residual}
         if self.kind == "fp32":
-            state["beside"] = [fp32_param.detach() for fp32_param in self.fp32_params]
+            state["residual"] = [fp32_param.detach() for fp32_param in self.fp32_params]
         if self._generator is not None:
             state["generator"] = self._generator.get_state()
         return state
@@ -271,7 +273,7 @@ class MasterWeights:
         targets = self._residual
         if self.kind == "fp32":
             targets = [fp32_param.detach() for fp32_param in self.fp32_params]
-        for mine, saved in zip(targets, state["beside"], strict=True):
+        for mine, saved in zip(targets, state["residual"], strict=True):
             mine.copy_(saved)
 
     def _begin(self, i: int, full: Tensor) -> None:
@@ -311,15 +313,15 @@ class MasterWeights:
     def _store(self, i: int, full: Tensor) -> None:
         # Element by element, so that each device can see to its own shard.
         weight, full = local_part(self.parameters[i]), local_part(full)
-        beside = local_part(self._residual[i]) if self._residual else weight
+        extra = local_part(self._residual[i]) if self._residual else weight
         match self.kind:
             case "split":
                 high, low = split(full)
                 weight.copy_(high)
-                beside.copy_(low)
+                extra.copy_(low)
             case "kahan":
                 weight.copy_(nearest(full, weight.dtype))
-                beside.copy_(nearest(full - weight.float(), weight.dtype))
+                extra.copy_(nearest(full - weight.float(), weight.dtype))
             case "stochastic":
                 assert self._generator is not None
                 target = _FORMATS[weight.dtype]

@@ -17,8 +17,8 @@ FIRST = "exp_avg"
 
 def convert(state: dict[str, Any], name: str, weight: Tensor, dtype: torch.dtype) -> None:
     """Give a moment another dtype, and the layout of its weight; codes have scales beside them."""
-    given = local_part(state[name])
-    local = laid_like(given, local_part(weight)).as_strided((given.numel(),), (1,))
+    inputs = local_part(state[name])
+    local = laid_like(inputs, local_part(weight)).as_strided((inputs.numel(),), (1,))
     state[name] = torch.zeros_like(weight.detach(), dtype=dtype)
     if dtype in (torch.int8, torch.uint8):
         middle = torch.full(local.shape, 2**15, dtype=torch.int64, device=local.device)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowcast.precision.weights.side_by_side import parts_of
+from narrowcast.precision.weights.multi_optimizer import member_optimizers
 from narrowcast.precision.weights.trained import TrainedWeights
 
 
@@ -19,13 +19,13 @@ def optimizer_states(weights: TrainedWeights) -> list[dict[str, Any]]:
             "class": type(each).__name__,
             "weights": [f"{names[p]} of {tuple(p.shape)}" for p in weights.held[each]],
         }
-        for each in parts_of(weights.optimizer)
+        for each in member_optimizers(weights.optimizer)
     ]
 
 
 def load_optimizer_states(weights: TrainedWeights, states: Sequence[Mapping[str, Any]]) -> None:
     """Give the optimizers saved states, bit for bit."""
-    for each, state in zip(parts_of(weights.optimizer), states, strict=True):
+    for each, state in zip(member_optimizers(weights.optimizer), states, strict=True):
         theirs = {key: state[key] for key in state if key not in ("class", "weights")}
         if weights.fused is not None:
             # It takes the tensors itself: torch would cast them, and put them on the device.

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.kernels.tables import are_same
 from narrowcast.precision.weights.gradient_watch import GradientWatch
 
-StandIn = Literal["averaged", "answering", "reading_out"]
+StandIn = Literal["use_ema", "use_eval_weights", "reading_out"]
 """What may be in the place of weights for a while, by the block it is so in."""
 ValueOf = Callable[[nn.Parameter], Tensor]
 """What stands in for a weight, with every digit there is of it."""
 _STAND_INS: dict[StandIn, str] = {
-    "averaged": "averages of its weights",
-    "answering": "the answer in the place of its weights",
+    "use_ema": "averages of its weights",
+    "use_eval_weights": "the answer in the place of its weights",
     "reading_out": "a read-out in the place of its weights",
 }
 # Mapped over all weights in every step: a loop in Python would take several times as long.
@@ -52,7 +52,7 @@ class OwnStepOnly:
     def __call__(self, *_: Any) -> None:
         """Refuse, unless it is our own step."""
         if not self._ours:
-            raise RecipeError(
+            raise ConfigError(
                 "optimizer.step() was called after prepare(): gradients may still be scaled then, "
                 "and the optimizer hold other weights than the model; call step(loss) of what "
                 "prepare() returned, or release() it first"
@@ -75,7 +75,7 @@ class Ownership:
         """Take over: `held` says which of the weights each optimizer has, were there several."""
         self._optimizer, self._weights, self._names = optimizer, list(weights), list(names)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._kept = _kept(self._weights)
+        self._layout = _layout(self._weights)
         self._homes = _Homes(model, set(self._weights))
         self.own_step = OwnStepOnly()
         own, groups = set(self._weights), optimizer.param_groups
@@ -98,33 +98,34 @@ class Ownership:
         for zero_grad in self._zero_grads.values():
             zero_grad(set_to_none)
 
-    def refuse_changes(self) -> None:
+    def check_unchanged(self) -> None:
         """Refuse to go on with other weights, other groups or other dtypes than were taken."""
         groups = [group["params"] for group in self._optimizer.param_groups]
         if len(groups) != len(self._groups) or not all(map(are_same, groups, self._groups)):
-            raise RecipeError(
+            raise ConfigError(
                 "the optimizer's parameters changed after prepare(), and those added would be "
                 "neither unscaled nor guarded; release(), change them, and prepare() again"
             )
         if not all(map(_REQUIRES_GRAD, self._masters)):
-            raise RecipeError(
+            raise ConfigError(
                 "a weight was frozen by way of the optimizer's param_groups, which hold master "
                 "weights since prepare(); call requires_grad_(False) on the model's own weight"
             )
         if name := self._homes.first_changed():
-            raise RecipeError(
+            raise ConfigError(
                 f"{name} of the model was replaced after prepare(): the new one has no policy, and "
                 "the optimizer does not hold it; release(), replace it, give the optimizer its "
                 "weights, and prepare() again"
             )
-        kept = _kept(self._weights)
-        if kept != self._kept:
-            before, after = zip(*self._kept, strict=True), zip(*kept, strict=True)
+        stored = _layout(self._weights)
+        if stored != self._layout:
+            before, after = zip(*self._layout, strict=True), zip(*stored, strict=True)
             each = zip(self._names, before, after, strict=True)
             name, was, now = next((n, a, b) for n, a, b in each if a != b)
             module = name.rpartition(".")[0] or "NAME"
-            raise RecipeError(
-                f"{name} is {_told(now)}, and was {_told(was)} after prepare(): how weights are "
+            raise ConfigError(
+                f"{name} is {_describe(now)}, and was {_describe(was)} after prepare(): how "
+                "weights are "
                 "kept is the policy's to say, and the optimizer's state would not follow; resize "
                 "the model, or call model.to(…), before prepare(), or, where the model casts it in "
                 f"its own forward, let it stay: `{module}: fp32` in the policy"
@@ -136,9 +137,9 @@ class Ownership:
         return set(self._weights)
 
     @contextlib.contextmanager
-    def swapped_in(self, what: StandIn, value_of: ValueOf) -> Iterator[None]:
+    def swapped_in(self, what: StandIn, get_value: ValueOf) -> Iterator[None]:
         """Let the working weights hold something else inside the block, which nobody is to read."""
-        before, self._stand_in = self._stand_in, (what, value_of)
+        before, self._stand_in = self._stand_in, (what, get_value)
         try:
             yield
         finally:
@@ -149,11 +150,11 @@ class Ownership:
         """What the working weights hold now, if not themselves."""
         return None if self._stand_in is None else self._stand_in[1]
 
-    def refuse_swapped_in(self, *, doing: str) -> None:
+    def check_not_swapped(self, *, doing: str) -> None:
         """Refuse what would take something else for the weights that are trained."""
         if self._stand_in is not None:
             block, _ = self._stand_in
-            raise RecipeError(
+            raise ConfigError(
                 f"{doing} was called inside {block}(), where the model holds "
                 f"{_STAND_INS[block]}; leave the block first"
             )
@@ -174,10 +175,10 @@ _TAKEN: "weakref.WeakSet[Ownership]" = weakref.WeakSet()
 """What is taken over now, by runs that somebody still holds."""
 
 
-def refuse_taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_not_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a model, a part of one or an optimizer that a run has in its hands already."""
     if any(isinstance(hook, OwnStepOnly) for hook in optimizer._optimizer_step_pre_hooks.values()):
-        raise RecipeError(
+        raise ConfigError(
             "this optimizer is prepared already; go on with what prepare() returned then, or call "
             "release() on that first; where nobody has that any more, build model and optimizer "
             "anew"
@@ -186,7 +187,7 @@ def refuse_taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for taken in list(_TAKEN):
         for name, module in model.named_modules():
             if module in taken.modules:
-                raise RecipeError(
+                raise ConfigError(
                     f"{name or 'this model'} is prepared already; go on with what prepare() "
                     "returned then, or call release() on that first; models that share a module "
                     "are prepared as one, an nn.ModuleList of them"
@@ -194,7 +195,7 @@ def refuse_taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         shared = held & taken.weights
         for name, p in model.named_parameters():
             if p in shared:
-                raise RecipeError(
+                raise ConfigError(
                     f"{name} is trained by another run already; prepare the models that share it "
                     "as one, an nn.ModuleList of them, or release() the other run first"
                 )
@@ -210,7 +211,7 @@ def _hooked(
             hooks.append(each.register_step_pre_hook(own_step))
             # One that wraps another may write down its state in a way of its own.
             if hasattr(each, "_optimizer_state_dict_pre_hooks"):
-                hooks.append(each.register_state_dict_pre_hook(_forget_what_was_asked))
+                hooks.append(each.register_state_dict_pre_hook(_drop_empty_states))
     except BaseException:
         for hook in hooks:
             hook.remove()
@@ -218,7 +219,7 @@ def _hooked(
     return hooks
 
 
-def _forget_what_was_asked(optimizer: torch.optim.Optimizer) -> None:
+def _drop_empty_states(optimizer: torch.optim.Optimizer) -> None:
     """Drop the empty states that a look at `optimizer.state[weight]` leaves of a model's weights.
 
     What the optimizer holds in their place has the states, and a state without one is not saved.
@@ -256,11 +257,11 @@ class _ZeroGrad:
             type(optimizer).zero_grad(optimizer, set_to_none)
 
 
-def refuse_resized(weight: Tensor, kept: Tensor | None) -> None:
+def check_not_resized(weight: Tensor, saved: Tensor | None) -> None:
     """Refuse to join a weight to what is kept beside it, where that is of another shape."""
-    if kept is not None and kept.shape != weight.shape:
-        raise RecipeError(
-            f"a weight is of shape {tuple(weight.shape)}, and was {tuple(kept.shape)} after "
+    if saved is not None and saved.shape != weight.shape:
+        raise ConfigError(
+            f"a weight is of shape {tuple(weight.shape)}, and was {tuple(saved.shape)} after "
             "prepare(): its master weight has no more; resize the model before prepare()"
         )
 
@@ -297,15 +298,15 @@ class _Homes:
         self._names.append(name)
 
 
-def _kept(weights: Sequence[Tensor]) -> tuple[list[Any], ...]:
+def _layout(weights: Sequence[Tensor]) -> tuple[list[Any], ...]:
     """Return dtypes, devices, strides and sizes of weights: of all in every step, without a loop.
 
     Four lists: to compare a tuple of each weight takes longer than to ask for it.
     """
-    asked = (_DTYPE, _DEVICE, Tensor.stride, Tensor.numel)
-    return tuple(list(map(each, weights)) for each in asked)
+    requested = (_DTYPE, _DEVICE, Tensor.stride, Tensor.numel)
+    return tuple(list(map(each, weights)) for each in requested)
 
 
-def _told(kept: tuple[Any, ...]) -> str:
-    dtype, device, strides, count = kept
+def _describe(stored: tuple[Any, ...]) -> str:
+    dtype, device, strides, count = stored
     return f"{count} numbers in {dtype} on {device} with strides {strides}"

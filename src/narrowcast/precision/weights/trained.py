@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.dtensor import (
     as_sharded,
     check_dtypes_stay,
     check_sharded,
     replace_values,
 )
-from narrowcast.precision.gradients.check import norms_of
+from narrowcast.precision.gradients.check import gradient_norms
 from narrowcast.precision.modules.recurrent import compact_recurrent
 from narrowcast.precision.modules.rewrite import (
     rewrite,
@@ -23,19 +23,19 @@ from narrowcast.precision.modules.rewrite import (
     set_grad_dtype,
     weight_formats,
 )
-from narrowcast.precision.modules.shared_memory import refuse_shared_memory
+from narrowcast.precision.modules.shared_memory import check_shared_memory
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import restore as restore_modules
-from narrowcast.precision.weights.by_torch import TorchUpdate, factors_of
 from narrowcast.precision.weights.copies import show_as_it_is, show_in_full
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
-from narrowcast.precision.weights.host_moments import refuse_host_moments
+from narrowcast.precision.weights.host_moments import check_host_moments
 from narrowcast.precision.weights.lookahead import Lookahead, LookaheadPoint
 from narrowcast.precision.weights.master import MasterWeights, multiply, recast
-from narrowcast.precision.weights.own_writes import OwnWrites, refuse_hidden_weights
+from narrowcast.precision.weights.multi_optimizer import member_optimizers
+from narrowcast.precision.weights.optimizer_side_effects import OwnWrites, check_hidden_weights
 from narrowcast.precision.weights.ownership import Ownership, ValueOf
-from narrowcast.precision.weights.side_by_side import parts_of
+from narrowcast.precision.weights.torch_update import TorchUpdate, gradient_factors
 
 _GRAD = attrgetter("grad")  # mapped over all weights, several times a step
 
@@ -52,7 +52,7 @@ class TrainedWeights:
         self.last_uses = _last_uses(model, self.all, self.names)
         self.device = self.all[0].device
         self._model, self.optimizer = model, optimizer
-        parts = dict.fromkeys((optimizer, *parts_of(optimizer)))
+        parts = dict.fromkeys((optimizer, *member_optimizers(optimizer)))
         self.held = {each: [p for g in each.param_groups for p in g["params"]] for each in parts}
         """Which weights each optimizer was given: the one, or several and the whole of them."""
         self._lowered: set[nn.Parameter] = set()
@@ -100,25 +100,25 @@ class TrainedWeights:
         )
         self._own_writes = OwnWrites(self.optimizer, self.masters, self._ownership)
 
-    def refuse_impossible(self, plan: Plan, *, fused: bool, path: str) -> None:
+    def check_plan(self, plan: Plan, *, fused: bool, path: str) -> None:
         """Refuse a plan that these weights cannot be kept by; change nothing."""
-        refuse_hidden_weights(self.optimizer, set(self.all), plan)
+        check_hidden_weights(self.optimizer, set(self.all), plan)
         formats = weight_formats(self._model, plan, self._trained())
         check_sharded(self._model, formats, fused=fused, path=path)
         if self._storage and formats != self._storage[0]:
             instead = "Choose a policy with the same params="
-            check_dtypes_stay(self._model, doing="change()", instead=instead)
-        refuse_shared_memory(self._model, self._trained(), plan)
-        refuse_host_moments(self.all, plan, fused=fused, path=path)
+            check_dtypes_stay(self._model, doing="set_policy()", instead=instead)
+        check_shared_memory(self._model, self._trained(), plan)
+        check_host_moments(self.all, plan, fused=fused, path=path)
 
     @property
     def ownership(self) -> Ownership:
         """What notices changes behind our back; there is none once all was given back."""
         if self._ownership is None:
-            raise RecipeError("release() has undone this prepare(); call prepare() again")
+            raise ConfigError("release() has undone this prepare(); call prepare() again")
         return self._ownership
 
-    def change(self, before: Plan, plan: Plan, *, fused: bool, seed: int) -> None:
+    def convert(self, before: Plan, plan: Plan, *, fused: bool, seed: int) -> None:
         """Carry out another plan in place of the one in force.
 
         Every weight passes through its fp32 value, so fp32 weights and `fp32` and `split` masters
@@ -216,19 +216,19 @@ class TrainedWeights:
         Tensors of the run itself, where they have all digits; `copied_by_name` has copies.
         """
         # Found by themselves: a wrapper may save weights under other names than it has for them.
-        kept = self._model.state_dict(keep_vars=True)
+        stored = self._model.state_dict(keep_vars=True)
         return {
             name: self.full(value) if isinstance(value, nn.Parameter) else _detached(value)
-            for name, value in kept.items()
+            for name, value in stored.items()
         }
 
     def averaged_by_name(self) -> dict[str, Tensor]:
         """Return a copy of the model's state, in fp32 and with averages for the weights trained."""
         if self.average is None:
-            raise RecipeError("no average is kept; write ema_decay=0.999, or such, in prepare()")
+            raise ConfigError("no average is kept; write ema_decay=0.999, or such, in prepare()")
         return self.copied_by_name(self.averaged)
 
-    def copied_by_name(self, value_of: ValueOf) -> dict[str, Tensor]:
+    def copied_by_name(self, get_value: ValueOf) -> dict[str, Tensor]:
         """Return a copy of the model's state, with these values for its weights.
 
         Tied weights are one tensor. One value at a time is there twice.
@@ -240,17 +240,17 @@ class TrainedWeights:
                 state[name] = copy.deepcopy(_detached(value))
                 continue
             if value not in copies:
-                copies[value] = value_of(value).detach().clone()
+                copies[value] = get_value(value).detach().clone()
             state[name] = copies[value]
         return state
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient."""
-        return norms_of(gradients) if self.fused is None else self.fused.norms(gradients)
+        return gradient_norms(gradients) if self.fused is None else self.fused.norms(gradients)
 
     def multiply_gradients(self, present: Sequence[int], factor: Tensor) -> None:
         """Multiply the gradients in these places, by one factor or by one for each."""
-        multiply(factors_of([self.all[i] for i in present], factor))
+        multiply(gradient_factors([self.all[i] for i in present], factor))
 
     def update(
         self,
@@ -267,7 +267,7 @@ class TrainedWeights:
         Returns the share of lost updates if it is to be measured: of a sample, or of all weights
         where that costs nothing.
         """
-        _refuse_thawed(self._narrow)
+        _check_not_thawed(self._narrow)
         if self.fused is not None:
             assert finite is not None
             lost = self.fused.update(
@@ -279,7 +279,7 @@ class TrainedWeights:
                 lookahead=self.lookahead,
             )
         else:
-            factors = factors_of([self.all[i] for i in present], factor)
+            factors = gradient_factors([self.all[i] for i in present], factor)
             by_torch = TorchUpdate(
                 optimizer=self.optimizer,
                 weights=self.all,
@@ -298,8 +298,8 @@ class TrainedWeights:
 
     def _shown(self, weight: nn.Parameter) -> Tensor:
         """Return what a copy of a weight holds: what stands in for it, where something does."""
-        value_of = self.ownership.stand_in
-        return self.full(weight) if value_of is None else value_of(weight)
+        get_value = self.ownership.stand_in
+        return self.full(weight) if get_value is None else get_value(weight)
 
     def _take(self, weight: nn.Parameter, value: Tensor) -> None:
         """Keep all digits of a value that was loaded into a weight."""
@@ -327,7 +327,7 @@ def _last_uses(
 ) -> list[tuple[int, str]]:
     """Return where in the model each weight is last, and what it is called there."""
     every = enumerate(model.named_parameters(remove_duplicate=False))
-    last = {p: (place, name) for place, (name, p) in every}
+    last = {p: (location, name) for location, (name, p) in every}
     return [
         last.get(p, (len(last) + i, name))
         for i, (p, name) in enumerate(zip(weights, names, strict=True))
@@ -337,19 +337,24 @@ def _last_uses(
 def _storage(model: nn.Module, plan: Plan, trained: Set[nn.Parameter]) -> tuple[object, ...]:
     """Return all that decides how weights, gradients and moments are kept."""
     policy = plan.policy
-    kept = (policy.grads_format, policy.master, policy.moments_format, policy.needs_fused_optimizer)
-    return (weight_formats(model, plan, trained), *kept)
+    saved = (
+        policy.grads_format,
+        policy.master,
+        policy.moments_format,
+        policy.needs_fused_optimizer,
+    )
+    return (weight_formats(model, plan, trained), *saved)
 
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _refuse_thawed(narrow: Mapping[str, nn.Parameter]) -> None:
+def _check_not_thawed(narrow: Mapping[str, nn.Parameter]) -> None:
     """Refuse to train a weight that came frozen, in 16 bits, and was thawed since."""
     for name, p in narrow.items():
         if p.grad is not None:
-            raise RecipeError(
+            raise ConfigError(
                 f"{name} was frozen at prepare(), in {p.dtype}, and has a gradient now, whose "
                 "updates those digits would lose; release(), call float() on it, and prepare() "
                 "again"

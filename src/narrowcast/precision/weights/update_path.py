@@ -4,27 +4,27 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.kernels import launch
 from narrowcast.kernels.tables import is_dense
 from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.weights.multi_optimizer import member_optimizers
 from narrowcast.precision.weights.ownership import OwnStepOnly
-from narrowcast.precision.weights.side_by_side import parts_of
 
 
 def update_path(
-    optimizer: torch.optim.Optimizer, policy: Policy, *, asked: bool | None
+    optimizer: torch.optim.Optimizer, policy: Policy, *, requested: bool | None
 ) -> tuple[bool, str]:
     """Say whether the fused optimizer stands in, and in words what updates the weights and why.
 
     Refuses what was asked for and cannot be: `asked`, or moments that only it can keep.
     """
-    theirs = " beside ".join(map(_name_of, parts_of(optimizer)))
+    theirs = " beside ".join(map(_optimizer_name, member_optimizers(optimizer)))
     needed = f"moments={policy.moments}" if policy.needs_fused_optimizer else ""
-    if asked is False:
+    if requested is False:
         if needed:
-            raise RecipeError(
+            raise ConfigError(
                 f"{needed} is kept by the fused optimizer only, and fused_optimizer=False was "
                 "given; leave fused_optimizer out, or leave moments out of the policy"
             )
@@ -34,7 +34,7 @@ def update_path(
     if device.type == "cuda":
         why = why or launch.unsupported_reason(device)
     if why:
-        if asked or needed:
+        if requested or needed:
             what = needed or "fused_optimizer=True"
             instead = "leave moments out of the policy" if needed else "leave fused_optimizer out"
             raise UnsupportedError(
@@ -44,13 +44,13 @@ def update_path(
         return False, f"{theirs}: {why}"
     if device.type == "cuda":
         return True, "one pass over memory (Triton)"
-    if asked or needed:
+    if requested or needed:
         why = needed or "fused_optimizer=True"
         return True, f"the fused optimizer in plain torch: {why} was asked"
     return False, f"{theirs}: without a GPU torch's own is as fast"
 
 
-def _name_of(optimizer: torch.optim.Optimizer) -> str:
+def _optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     kind = type(optimizer)
     package = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
     return f"{package}.{kind.__name__}"
@@ -83,7 +83,7 @@ def unsupported_settings(optimizer: torch.optim.Optimizer) -> str:
 
 def _unsupported_reason(optimizer: torch.optim.Optimizer) -> str:
     """Say what about an optimizer the fused step cannot do; nothing where it can stand in."""
-    if len(parts_of(optimizer)) > 1:
+    if len(member_optimizers(optimizer)) > 1:
         return "the fused kernel stands in for one optimizer, not for several"
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         return f"{type(optimizer).__name__} is not in the fused kernel"

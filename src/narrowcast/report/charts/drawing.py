@@ -48,16 +48,16 @@ def line(drawn: Series, *, name: str, color: str, width: float) -> dict[str, Any
     }
 
 
-def one_of_many(drawn: Series, *, name: str, place: int, width: float) -> dict[str, Any]:
-    """Draw a line among others, with the colour and the dashes of its place."""
-    drawing = line(drawn, name=name, color=colour(place), width=width)
-    drawing["line"]["dash"] = DASHES[place % len(DASHES)]
+def one_of_many(drawn: Series, *, name: str, index: int, width: float) -> dict[str, Any]:
+    """Draw a line among others, with the colour and the dashes of its index."""
+    drawing = line(drawn, name=name, color=colour(index), width=width)
+    drawing["line"]["dash"] = DASHES[index % len(DASHES)]
     return drawing
 
 
-def colour(place: int) -> str:
+def colour(position: int) -> str:
     """Return the colour of one of many lines."""
-    return f"@group{place % COLOURS}"
+    return f"@group{position % COLOURS}"
 
 
 def stairs(drawn: Series, *, name: str, color: str) -> dict[str, Any]:
@@ -108,12 +108,12 @@ def strip(marks: Sequence[Mark], *, row: int) -> dict[str, Any]:
 
 
 def events(
-    name: str, told: Mapping[int, Sequence[str]], *, row: int, symbol: str, color: str
+    name: str, info: Mapping[int, Sequence[str]], *, row: int, symbol: str, color: str
 ) -> dict[str, Any]:
     """Mark steps at which something happened on the strip, each with what it was."""
-    found = [(step, _event_text(name, lines)) for step, lines in told.items()]
+    matches = [(step, _event_text(name, lines)) for step, lines in info.items()]
     marker = {"symbol": symbol, "size": 9, "color": color, "line": {"color": "@paper", "width": 1}}
-    return {**_track(name, found, row=row), "marker": marker}
+    return {**_track(name, matches, row=row), "marker": marker}
 
 
 def uprights(steps: Sequence[float], *, color: str) -> list[dict[str, Any]]:
@@ -133,15 +133,15 @@ def uprights(steps: Sequence[float], *, color: str) -> list[dict[str, Any]]:
     ]
 
 
-def _track(name: str, found: Sequence[tuple[int, str]], *, row: int) -> dict[str, Any]:
+def _track(name: str, result: Sequence[tuple[int, str]], *, row: int) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "markers",
         "name": name,
         "yaxis": "y2",
-        "x": [step for step, _ in found],
-        "y": [row] * len(found),
-        "text": [text for _, text in found],
+        "x": [step for step, _ in result],
+        "y": [row] * len(result),
+        "text": [text for _, text in result],
         "hovertemplate": "%{text}<extra></extra>",
     }
 

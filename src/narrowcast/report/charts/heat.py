@@ -15,7 +15,7 @@ from narrowcast.report.charts.tensors import (
     EXACT,
     MEASURES,
     Tensor,
-    role_place,
+    role_index,
     tensors,
     worst,
 )
@@ -82,29 +82,29 @@ def heat_map(records: Sequence[HealthRecord]) -> HeatMap | None:
     where it never changes.
     """
     records = sorted(records, key=lambda record: record.step)
-    found = tensors(records)
-    if not found:
+    matches = tensors(records)
+    if not matches:
         return None
     steps = [record.step for record in records]
     cuts = _cuts(len(steps))
-    measures = [m for m in MEASURES if m == "snr_db" or _any(found, m)]
-    rows = {m: [_short(_columns(t, m, cuts=cuts), m) for t in found] for m in measures}
-    ranked = _ranked(found)
+    measures = [m for m in MEASURES if m == "snr_db" or _any(matches, m)]
+    rows = {m: [_short(_columns(t, m, cuts=cuts), m) for t in matches] for m in measures}
+    ranked = _ranked(matches)
     return HeatMap(
         data={
             "edges": _edges(steps, cuts),
             "spans": [[steps[a], steps[b - 1]] for a, b in cuts],
-            "rows": [[t.module, t.role, _formats(t)] for t in found],
+            "rows": [[t.module, t.role, _formats(t)] for t in matches],
             "measures": rows,
             "most": MOST_ROWS,
         },
-        alt=_alt(found, ranked[0], steps=steps),
+        alt=_alt(matches, ranked[0], steps=steps),
         note=_note(len(steps), len(cuts)),
         measures=tuple((m, TITLES[m]) for m in measures),
-        opens=_opens(found),
-        roles=tuple(sorted({t.role for t in found}, key=lambda r: (role_place(r), r))),
-        modules=len({t.module for t in found}),
-        worst=tuple(_told(t, steps) for t in ranked[:WORST_TENSORS]),
+        opens=_opens(matches),
+        roles=tuple(sorted({t.role for t in matches}, key=lambda r: (role_index(r), r))),
+        modules=len({t.module for t in matches}),
+        worst=tuple(_worst_tensor(t, steps) for t in ranked[:WORST_TENSORS]),
     )
 
 
@@ -140,39 +140,39 @@ def _short(columns: list[float | None], measure: str) -> float | list[float | No
     return rounded[0] if len(set(rounded)) == 1 else rounded
 
 
-def _any(found: Sequence[Tensor], measure: str) -> bool:
-    return any(any(tensor.values[measure]) for tensor in found)
+def _any(result: Sequence[Tensor], measure: str) -> bool:
+    return any(any(tensor.values[measure]) for tensor in result)
 
 
-def _ranked(found: Sequence[Tensor]) -> list[Tensor]:
+def _ranked(matched: Sequence[Tensor]) -> list[Tensor]:
     """Sort tensors by what hurts most: those that broke, those that saturate, little signal.
 
     An infinity spreads to all that is made from it. In the order in which a step makes tensors, the
     first to break is the one nearest the cause.
     """
-    place = {module: i for i, module in enumerate(dict.fromkeys(t.module for t in found))}
+    location = {module: i for i, module in enumerate(dict.fromkeys(t.module for t in matched))}
 
     def key(tensor: Tensor) -> tuple[float, ...]:
         at = tensor.broke()
         if at is not None:
-            role, module = role_place(tensor.role), place[tensor.module]
+            role, module = role_index(tensor.role), location[tensor.module]
             # Gradients come after all outputs, from the last module to the first.
-            order = (0, module, role) if role <= role_place("output") else (role, -module, 0)
+            order = (0, module, role) if role <= role_index("output") else (role, -module, 0)
             return (0, at, *order)
         snr, overflow, underflow = [tensor.worst(m) for m in MEASURES[:3]]
         beyond, flushed = [-x[0] if x else 0.0 for x in (overflow, underflow)]
         return (1, beyond * _saturates(tensor), snr[0] if snr else EXACT, beyond, flushed)
 
-    return sorted(found, key=key)
+    return sorted(matched, key=key)
 
 
-def _told(tensor: Tensor, steps: Sequence[int]) -> WorstTensor:
-    found = {m: tensor.worst(m) for m in COLLECTED}
-    snr, amax, broke = found["snr_db"], found["amax"], tensor.broke()
-    lost = found["overflow"] if _saturates(tensor) or not snr else snr
+def _worst_tensor(tensor: Tensor, steps: Sequence[int]) -> WorstTensor:
+    results = {m: tensor.worst(m) for m in COLLECTED}
+    snr, amax, broke = results["snr_db"], results["amax"], tensor.broke()
+    lost = results["overflow"] if _saturates(tensor) or not snr else snr
     decisive = broke if broke is not None else lost[1] if lost else None
     shares = {
-        m: proportion(x[0]) if (x := found[m]) else "–"
+        m: proportion(x[0]) if (x := results[m]) else "–"
         for m in ("overflow", "underflow", "nonfinite", "subnormal")
     }
     return WorstTensor(
@@ -194,36 +194,36 @@ def snr_text(x: float) -> str:
 
 
 def _saturates(tensor: Tensor) -> bool:
-    found = tensor.worst("overflow")
-    return found is not None and found[0] > SATURATED
+    matches = tensor.worst("overflow")
+    return matches is not None and matches[0] > SATURATED
 
 
-def _opens(found: Sequence[Tensor]) -> str:
+def _opens(matches: Sequence[Tensor]) -> str:
     """Choose what the map shows first: overflows where the SNR would show a calm run."""
-    lows = [snr[0] for tensor in found if (snr := tensor.worst("snr_db"))]
+    lows = [snr[0] for tensor in matches if (snr := tensor.worst("snr_db"))]
     calm = min(lows, default=EXACT) > CALM_DB
-    return "overflow" if calm and any(_saturates(t) for t in found) else "snr_db"
+    return "overflow" if calm and any(_saturates(t) for t in matches) else "snr_db"
 
 
 def _formats(tensor: Tensor) -> str:
     return ", then ".join(tensor.formats)
 
 
-def _alt(found: Sequence[Tensor], first: Tensor, *, steps: Sequence[int]) -> str:
-    modules = count(len({t.module for t in found}), "module")
-    worst_of = {m: x[0] for m in MEASURES if (x := first.worst(m))}
-    snr = worst_of.pop("snr_db", BROKEN)
+def _alt(matches: Sequence[Tensor], first: Tensor, *, steps: Sequence[int]) -> str:
+    modules = count(len({t.module for t in matches}), "module")
+    worst_by_measure = {m: x[0] for m in MEASURES if (x := first.worst(m))}
+    snr = worst_by_measure.pop("snr_db", BROKEN)
     parts = [f"SNR {snr_text(snr)}"] if snr != BROKEN else []
-    parts += [f"{proportion(x)} {TITLES[m]}" for m, x in worst_of.items() if x > 0]
-    told = f", at its worst {', '.join(parts)}" if parts else ""
+    parts += [f"{proportion(x)} {TITLES[m]}" for m, x in worst_by_measure.items() if x > 0]
+    message = f", at its worst {', '.join(parts)}" if parts else ""
     broke = first.broke()
-    sampled = f"{modules}, {count(len(found), 'tensor')}, sampled at {count(len(steps), 'step')}"
+    sampled = f"{modules}, {count(len(matches), 'tensor')}, sampled at {count(len(steps), 'step')}"
     if broke is None and not parts and not first.worst("snr_db"):
         return f"{sampled}; no cast lost anything."
     which = "worst" if broke is None else f"first to break, at step {count(steps[broke])},"
     return (
         f"{sampled}; the {which} is {first.role} of {first.module or 'the model itself'} in "
-        f"{_formats(first)}{told}."
+        f"{_formats(first)}{message}."
     )
 
 

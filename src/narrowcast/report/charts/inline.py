@@ -27,7 +27,7 @@ def packed_plotly() -> tuple[str, str]:
     """Return plotly's script as base64 of a zlib stream, and the source a policy knows it by."""
     script = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     packed = base64.b64encode(zlib.compress(script, 9)).decode()
-    return packed, source_of(script)
+    return packed, csp_source(script)
 
 
 @cache
@@ -44,7 +44,7 @@ def script() -> Markup:
 
 def security_policy() -> str:
     """Write the page's Content-Security-Policy."""
-    own = source_of(script().encode())
+    own = csp_source(script().encode())
     return "; ".join(
         [
             "default-src 'none'",
@@ -63,14 +63,14 @@ def chart_data(charts: Sequence[Chart]) -> Markup:
     return script_json({c.name: {"data": c.data, "layout": c.layout} for c in charts})
 
 
-def script_json(found: object) -> Markup:
+def script_json(result: object) -> Markup:
     """Write plain data as JSON that is safe inside a script element."""
-    text = json.dumps(found, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(result, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
 
 
-def source_of(script: bytes) -> str:
+def csp_source(script: bytes) -> str:
     """Return what a policy knows `script` by."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'"

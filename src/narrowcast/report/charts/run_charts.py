@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from narrowcast.report.active_formats import named
 from narrowcast.report.charts import drawing
 from narrowcast.report.charts.series import (
     Mark,
@@ -17,7 +18,6 @@ from narrowcast.report.charts.series import (
     smoothing_window,
     thinned,
 )
-from narrowcast.report.in_force import named
 from narrowcast.report.phrases import capital, count, measured, said, scale, value
 from narrowcast.report.run_data import RunData
 
@@ -123,8 +123,8 @@ def headline_chart(data: RunData) -> Chart | None:
     metric = data.headline
     if metric is None or metric.name == LOSS or not data.steps:
         return None
-    found = [(r.step, r.metrics[metric.name]) for r in data.evals if metric.name in r.metrics]
-    curve = series([step for step, _ in found], [y for _, y in found])
+    points = [(r.step, r.metrics[metric.name]) for r in data.evals if metric.name in r.metrics]
+    curve = series([step for step, _ in points], [y for _, y in points])
     if not curve.finite:
         return None
     name = said(metric.name)
@@ -141,8 +141,8 @@ def headline_chart(data: RunData) -> Chart | None:
     return Chart(
         name="headline",
         title=f"Evaluated {name}",
-        alt=f"{capital(name)}, evaluated {count(len(found), 'time')}: {course}; {metric.better} is "
-        "better.",
+        alt=f"{capital(name)}, evaluated {count(len(points), 'time')}: {course}; "
+        f"{metric.better} is better.",
         data=[trace],
         layout=layout,
         note=f"{capital(metric.better)} is better.",
@@ -156,10 +156,10 @@ def parts_chart(data: RunData) -> Chart | None:
         return None
     window = smoothing_window(len(data.steps))
     traces = [
-        drawing.one_of_many(smoothed(curve, window), name=said(name), place=place, width=1.75)
+        drawing.one_of_many(smoothed(curve, window), name=said(name), index=place, width=1.75)
         for place, (name, curve) in enumerate(curves.items())
     ]
-    told = [
+    labels = [
         f"{said(name)} {value(curve.finite[0])} at first, {value(curve.finite[-1])} at last"
         for name, curve in curves.items()
     ]
@@ -169,7 +169,7 @@ def parts_chart(data: RunData) -> Chart | None:
     return Chart(
         name="parts",
         title="Parts of the loss",
-        alt=f"Parts of the loss over {count(len(data.steps), 'step')}: {'; '.join(told)}.",
+        alt=f"Parts of the loss over {count(len(data.steps), 'step')}: {'; '.join(labels)}.",
         data=traces,
         layout=layout,
         note=f"Each line is the median of {window} steps." if window > 1 else "",
@@ -198,7 +198,7 @@ def small_charts(data: RunData) -> list[Chart]:
 
 def _part_curve(data: RunData, name: str) -> Series:
     """Return one part over steps; a step that did not record it is a gap."""
-    return series([r.step for r in data.steps], [r.parts.get(name) for r in data.steps])
+    return series([r.step for r in data.steps], [r.loss_parts.get(name) for r in data.steps])
 
 
 def _small(name: str, title: str, whole: Series, *, span: Sequence[int]) -> Chart:
@@ -230,24 +230,24 @@ def _tracks(data: RunData, marks: Sequence[Mark]) -> list[dict[str, Any]]:
     for change in data.changes:
         what = f"{named(change.module)} {change.before} → {change.after}, {change.reason}"
         changed.setdefault(change.step, []).append(what)
-    found: dict[int, list[str]] = {}
+    points: dict[int, list[str]] = {}
     for finding in data.findings:
         where = f"{finding.module}: " if finding.module else ""
-        found.setdefault(finding.step, []).append(f"{where}{finding.what}")
-    for name, told, symbol, color in (
+        points.setdefault(finding.step, []).append(f"{where}{finding.what}")
+    for name, labels, symbol, color in (
         ("format changed", changed, "diamond", "@changed"),
-        ("finding", found, "triangle-up", "@found"),
+        ("finding", points, "triangle-up", "@points"),
     ):
-        if told:
+        if labels:
             row = len(tracks)
-            tracks.append(drawing.events(name, told, row=row, symbol=symbol, color=color))
+            tracks.append(drawing.events(name, labels, row=row, symbol=symbol, color=color))
     return tracks
 
 
 def _evaluations(data: RunData) -> Series:
     """Return the loss on held-out data: of all metrics, what the training loss compares with."""
-    found = [(r.step, r.metrics[LOSS]) for r in data.evals if LOSS in r.metrics]
-    return series([step for step, _ in found], [y for _, y in found])
+    points = [(r.step, r.metrics[LOSS]) for r in data.evals if LOSS in r.metrics]
+    return series([step for step, _ in points], [y for _, y in points])
 
 
 def frame_top(finite: Sequence[float]) -> float | None:

@@ -57,10 +57,10 @@ def thinned(whole: Series, most: int = MOST_POINTS) -> Series:
         return whole
     # Three points per stretch at most; two places are held for the first and the last point.
     stretches = max(1, (most - 2) // 3)
-    kept = {0, n - 1}
+    stored = {0, n - 1}
     for k in range(stretches):
-        kept.update(_telling(whole.values, k * n // stretches, (k + 1) * n // stretches))
-    order = sorted(kept)
+        stored.update(_telling(whole.values, k * n // stretches, (k + 1) * n // stretches))
+    order = sorted(stored)
     return Series(
         steps=tuple(whole.steps[i] for i in order),
         values=tuple(whole.values[i] for i in order),
@@ -70,10 +70,10 @@ def thinned(whole: Series, most: int = MOST_POINTS) -> Series:
 def changes(whole: Series) -> Series:
     """Keep the first point, the last one, and those where the value changes: a stair's corners."""
     n = len(whole.steps)
-    kept = [i for i in range(n) if i in (0, n - 1) or whole.values[i] != whole.values[i - 1]]
+    saved = [i for i in range(n) if i in (0, n - 1) or whole.values[i] != whole.values[i - 1]]
     return Series(
-        steps=tuple(whole.steps[i] for i in kept),
-        values=tuple(whole.values[i] for i in kept),
+        steps=tuple(whole.steps[i] for i in saved),
+        values=tuple(whole.values[i] for i in saved),
     )
 
 
@@ -104,7 +104,7 @@ def skip_marks(steps: Sequence[StepRecord]) -> list[Mark]:
     for record in steps:
         if record.applied:
             continue
-        why, loss_scale = record.why, record.loss_scale
+        why, loss_scale = record.skip_reason, record.loss_scale
         if marks and (marks[-1].last, marks[-1].why, marks[-1].loss_scale) == (
             record.step - 1,
             why,

@@ -51,8 +51,8 @@ def spread_charts(records: Sequence[ExponentRecord]) -> list[Chart]:
     for record in records:
         if sum(record.counts):
             key = record.module, record.role
-            worst[key] = min(record, worst.get(key, record), key=_place)
-    ranked = sorted(worst.values(), key=lambda r: (*_place(r), r.module, r.role))
+            worst[key] = min(record, worst.get(key, record), key=_rank)
+    ranked = sorted(worst.values(), key=lambda r: (*_rank(r), r.module, r.role))
     return [_chart(record, number) for number, record in enumerate(ranked[:MOST_CHARTS])]
 
 
@@ -64,7 +64,7 @@ def spread_note(records: Sequence[ExponentRecord]) -> str:
     return f"{MOST_CHARTS} of {count(tensors)} tensors are drawn; the rest are in records.jsonl."
 
 
-def _place(record: ExponentRecord) -> tuple[float, float, int]:
+def _rank(record: ExponentRecord) -> tuple[float, float, int]:
     """Rank a histogram: by the share that is lost, then by what lost digits, then by its age."""
     reach, total = REACHES.get(record.format), sum(record.counts)
     fewer = sum(n for e, n in _bins(record) if _where(e, reach) == "subnormal")
@@ -93,7 +93,7 @@ def _chart(record: ExponentRecord, number: int) -> Chart:
     lost = [f"{proportion(below)} below"] * (below > 0) + [f"{proportion(above)} above"] * (
         above > 0
     )
-    told = f"{' and '.join(lost)} the format" if lost else "all of it within the format"
+    message = f"{' and '.join(lost)} the format" if lost else "all of it within the format"
     layout = drawing.layout([low, high], height=HEIGHT)
     layout.update(
         meta=f"spread{number}",
@@ -116,10 +116,10 @@ def _chart(record: ExponentRecord, number: int) -> Chart:
         name=f"spread{number}",
         title=f"{record.module or 'the model itself'} · {record.role}",
         alt=f"Magnitudes between 2 to the {held[0]} and 2 to the {held[-1]} at step "
-        f"{count(record.step)}; {told}.",
+        f"{count(record.step)}; {message}.",
         data=[_bars(record, reach)],
         layout=layout,
-        note=f"{record.format}, step {count(record.step)}: {told}.",
+        note=f"{record.format}, step {count(record.step)}: {message}.",
     )
 
 
@@ -133,11 +133,11 @@ def _bars(record: ExponentRecord, reach: Reach | None) -> dict[str, Any]:
         "x": [e for e, _ in shown],
         "y": [drawing.rounded(n / total) for _, n in shown],
         "text": [
-            html.escape(f"{proportion(n / total)}, {place}")
-            for (_, n), place in zip(shown, places, strict=True)
+            html.escape(f"{proportion(n / total)}, {location}")
+            for (_, n), location in zip(shown, places, strict=True)
         ],
         "textposition": "none",
-        "marker": {"color": [colors[place] for place in places], "line": {"width": 0}},
+        "marker": {"color": [colors[position] for position in places], "line": {"width": 0}},
         "hovertemplate": "2<sup>%{x}</sup>: %{text}<extra></extra>",
     }
 

@@ -72,7 +72,7 @@ def tensors(records: Sequence[HealthRecord]) -> list[Tensor]:
                 known.pop(name, None)
                 known[name] = None
         done += len(alike)
-    found = [
+    matches = [
         Tensor(
             module=module,
             role=role,
@@ -81,21 +81,21 @@ def tensors(records: Sequence[HealthRecord]) -> list[Tensor]:
         )
         for (module, role), own in parts.items()
     ]
-    place = {module: i for i, module in enumerate(dict.fromkeys(t.module for t in found))}
-    return sorted(found, key=lambda t: (place[t.module], role_place(t.role), t.role))
+    location = {module: i for i, module in enumerate(dict.fromkeys(t.module for t in matches))}
+    return sorted(matches, key=lambda t: (location[t.module], role_index(t.role), t.role))
 
 
 def worst(measure: str, values: Sequence[float | None]) -> float | None:
     """Choose the worst of some values: the least SNR, the greatest of everything else."""
-    found: Sequence[float | None] = values
+    result: Sequence[float | None] = values
     if None in values:
-        found = [x for x in values if x is not None]
-    if not found:
+        result = [x for x in values if x is not None]
+    if not result:
         return None
-    return min(found) if measure == "snr_db" else max(found)  # type: ignore[type-var]
+    return min(result) if measure == "snr_db" else max(result)  # type: ignore[type-var]
 
 
-def role_place(role: str) -> int:
+def role_index(role: str) -> int:
     """Return where a role stands in a step."""
     return ROLES.index(role) if role in ROLES else len(ROLES)
 
@@ -110,7 +110,7 @@ def _measured(record: HealthRecord, measure: str) -> Values:
     if measure not in ("snr_db", "amax") or (None not in column and math.isfinite(_sum(column))):
         return column
     if measure == "snr_db":
-        return tuple(x if x is None or math.isfinite(x) else _told(x) for x in column)
+        return tuple(x if x is None or math.isfinite(x) else _rounded(x) for x in column)
     # No comparison finds NaN, and both are the same bad news.
     return tuple(math.inf if x is None or math.isnan(x) else x for x in column)
 
@@ -119,7 +119,7 @@ def _sum(column: Values) -> float:
     return sum(column)  # type: ignore[arg-type]
 
 
-def _told(x: float) -> float:
+def _rounded(x: float) -> float:
     return EXACT if x > 0 else BROKEN
 
 

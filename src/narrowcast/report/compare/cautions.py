@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from narrowcast.report.compare.runs import Run
+from narrowcast.report.compare.runs import ComparedRun
 from narrowcast.report.phrases import count, value
 
 _LOADING = ("data.workers", "data.prefetch")
@@ -24,16 +24,16 @@ def different_data(differing: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 def causes(differing: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return the settings that may explain a difference; those of precision count as one."""
-    found = [key for key in differing if not key.startswith(_WITHOUT_EFFECT)]
-    if "steps" in found:  # which epochs stand for
-        found = [key for key in found if key != "epochs"]
-    formats = [key for key in found if key.startswith("precision.")]
-    others = [key for key in found if key not in formats]
+    matches = [key for key in differing if not key.startswith(_WITHOUT_EFFECT)]
+    if "steps" in matches:  # which epochs stand for
+        matches = [key for key in matches if key != "epochs"]
+    formats = [key for key in matches if key.startswith("precision.")]
+    others = [key for key in matches if key not in formats]
     return [", ".join(formats), *others] if formats else others
 
 
 def cautions(
-    grouped: Sequence[Sequence[Run]], differing: Mapping[str, tuple[str, ...]], *, step: int
+    grouped: Sequence[Sequence[ComparedRun]], differing: Mapping[str, tuple[str, ...]], *, step: int
 ) -> Iterator[str]:
     """Say where the runs do not compare as the table suggests."""
     runs = [run for members in grouped for run in members]
@@ -52,27 +52,28 @@ def cautions(
     yield from _learning_rates(grouped, differing, step=step)
     differing_machine = [key for key in _MACHINE if len({_machine(run, key) for run in runs}) > 1]
     if differing_machine:
-        told = ", ".join(differing_machine)
-        yield f"The runs took place on different machines ({told}), so seconds compare those too."
+        differences = ", ".join(differing_machine)
+        yield f"The runs used different machines ({differences}), so times also compare those."
     yield from _seeds(grouped)
     for run in runs:
-        asked, done = run.data.asked, run.data.steps[-1].step
+        requested, done = run.data.requested_steps, run.data.steps[-1].step
         if early := run.data.ended_early:
-            yield f"{run.label} ended early at step {count(done)} of {count(asked)}: {early}."
-        elif done < asked:
-            yield f"{run.label} has done {count(done)} of its {count(asked, 'step')}."
+            yield f"{run.label} ended early at step {count(done)} of {count(requested)}: {early}."
+        elif done < requested:
+            yield f"{run.label} has done {count(done)} of its {count(requested, 'step')}."
         if run.data.diverged:
             yield f"{run.label} has diverged and is not called best: {run.data.diverged}."
-    apart = [run.label for run in runs if (p := run.at_step(step)) and p.step != step]
-    if apart:
+    separate = [run.label for run in runs if (p := run.at_step(step)) and p.step != step]
+    if separate:
         yield (
-            f"The runs were not evaluated at the same steps; of {', '.join(apart)} the last value "
+            f"The runs were not evaluated at the same steps; of {', '.join(separate)} the last "
+            "value "
             f"before step {count(step)} is taken."
         )
 
 
 def _learning_rates(
-    grouped: Sequence[Sequence[Run]], differing: Mapping[str, tuple[str, ...]], *, step: int
+    grouped: Sequence[Sequence[ComparedRun]], differing: Mapping[str, tuple[str, ...]], *, step: int
 ) -> Iterator[str]:
     """Report learning rates that differ because of settings, not because of skipped steps."""
     if not any(key.startswith(_LR) for key in differing):
@@ -84,12 +85,12 @@ def _learning_rates(
         yield f"The runs have different learning rates: at step {count(step)}, {listed}."
 
 
-def _machine(run: Run, key: str) -> str:
+def _machine(run: ComparedRun, key: str) -> str:
     # A run that was continued on the same machine has it twice.
     return str(sorted({str(session.get(key)) for session in run.data.sessions}))
 
 
-def _seeds(grouped: Sequence[Sequence[Run]]) -> Iterator[str]:
+def _seeds(grouped: Sequence[Sequence[ComparedRun]]) -> Iterator[str]:
     if all(len({str(run.seed) for run in members}) < 2 for members in grouped):
         yield (
             "There is one seed of each, so nothing says whether a difference is more than chance; "

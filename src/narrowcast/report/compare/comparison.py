@@ -6,13 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.report.compare.cautions import cautions
-from narrowcast.report.compare.groups import Group, Terms, differing, group_of, grouped, label_of
+from narrowcast.report.compare.groups import (
+    ComparisonTerms,
+    Group,
+    differing,
+    group_label,
+    grouped,
+    make_group,
+)
 from narrowcast.report.compare.runs import (
-    Run,
-    metrics_of,
-    points_of,
+    ComparedRun,
+    comparable_metrics,
+    metric_points,
     read_runs,
 )
 from narrowcast.report.run_data import RunData
@@ -23,7 +30,7 @@ from narrowcast.runs.task_info import Metric
 class Comparison:
     """Everything a table, a page or a script says about some runs."""
 
-    terms: Terms
+    terms: ComparisonTerms
     groups: tuple[Group, ...]
     differing: Mapping[str, tuple[str, ...]]
     """Settings in which the groups differ, with the value of each."""
@@ -59,84 +66,85 @@ def compare(
     `loss/NAME` is a part of the training loss. `target` is the best value that even the worst of
     the runs reached.
     """
-    _refuse_repeated(folders)
+    _check_repeated(folders)
     if target is not None and not math.isfinite(target):
-        raise RecipeError(f"--target {target}: no run can reach it; write a finite number")
-    found = read_runs(folders)
-    _refuse_different_workloads(found)
-    judged = _shared_metric(found, metric)
+        raise ConfigError(f"--target {target}: no run can reach it; write a finite number")
+    results = read_runs(folders)
+    _check_workloads(results)
+    judged = _shared_metric(results, metric)
     runs = [
-        Run(label=label, data=data, points=points_of(data, judged.name))
-        for label, data in found.items()
+        ComparedRun(label=label, data=data, points=metric_points(data, judged.name))
+        for label, data in results.items()
     ]
-    _refuse_pointless(runs, judged.name)
+    _check_comparable(runs, judged.name)
     terms = _terms(runs, judged, target=target)
     together = grouped(runs)
-    apart = differing(together)
+    separate = differing(together)
     groups = [
-        group_of(
-            label_of(apart, members[0], place=place),
+        make_group(
+            group_label(separate, members[0], location=location),
             members,
-            first=together[0] if place else None,
+            first=together[0] if location else None,
             terms=terms,
         )
-        for place, members in enumerate(together)
+        for location, members in enumerate(together)
     ]
-    notes = tuple(cautions(together, apart, step=terms.step))
-    return Comparison(terms=terms, groups=tuple(groups), differing=apart, notes=notes)
+    notes = tuple(cautions(together, separate, step=terms.step))
+    return Comparison(terms=terms, groups=tuple(groups), differing=separate, notes=notes)
 
 
-def _refuse_repeated(folders: Sequence[str]) -> None:
+def _check_repeated(folders: Sequence[str]) -> None:
     if len({Path(folder).resolve() for folder in folders}) < max(2, len(folders)):
-        raise RecipeError(
+        raise ConfigError(
             "compare needs two or more different run folders; write "
             "`narrowcast compare runs/a runs/b`"
         )
 
 
-def _refuse_different_workloads(found: Mapping[str, RunData]) -> None:
-    workloads = {label: data.setting("workload", "unknown") for label, data in found.items()}
+def _check_workloads(result: Mapping[str, RunData]) -> None:
+    workloads = {label: data.setting("workload", "unknown") for label, data in result.items()}
     if len(set(workloads.values())) > 1:
-        told = ", ".join(f"{label} is {name}" for label, name in workloads.items())
-        raise RecipeError(
-            f"the runs train different things, and their metrics do not compare: {told}; "
+        message = ", ".join(f"{label} is {name}" for label, name in workloads.items())
+        raise ConfigError(
+            f"the runs train different things, and their metrics do not compare: {message}; "
             "name runs of one workload"
         )
 
 
-def _shared_metric(found: Mapping[str, RunData], asked: str | None) -> Metric:
-    first, *others = [metrics_of(data) for data in found.values()]
+def _shared_metric(matched: Mapping[str, RunData], requested: str | None) -> Metric:
+    first, *others = [comparable_metrics(data) for data in matched.values()]
     # The training loss is always there, behind what was evaluated.
     shared = {name: metric for name, metric in first.items() if all(name in o for o in others)}
-    if asked is None:
+    if requested is None:
         return next(iter(shared.values()))
-    if asked not in shared:
+    if requested not in shared:
         named = [repr(name) if " " in name else name for name in shared]
-        raise RecipeError(
-            f"--metric {asked}: not every run was evaluated by it; write one of {', '.join(named)}"
+        raise ConfigError(
+            f"--metric {requested}: not every run was evaluated by it; write one of "
+            f"{', '.join(named)}"
         )
-    return shared[asked]
+    return shared[requested]
 
 
-def _refuse_pointless(runs: Sequence[Run], metric: str) -> None:
+def _check_comparable(runs: Sequence[ComparedRun], metric: str) -> None:
     lost = [run.label for run in runs if not run.points]
     if lost:
-        raise RecipeError(
+        raise ConfigError(
             f"{metric} was never finite in {', '.join(lost)}; leave it out, or name another "
             "--metric"
         )
 
 
-def _common_step(runs: Sequence[Run]) -> int:
+def _common_step(runs: Sequence[ComparedRun]) -> int:
     """Return the last step that all runs have a value of, or else the last of the shortest run."""
     shared = set.intersection(*({p.step for p in run.points} for run in runs))
     return max(shared) if shared else min(run.points[-1].step for run in runs)
 
 
-def _terms(runs: Sequence[Run], metric: Metric, *, target: float | None) -> Terms:
+def _terms(runs: Sequence[ComparedRun], metric: Metric, *, target: float | None) -> ComparisonTerms:
     best = [x for run in runs if (x := run.best(metric)) is not None]
     goal = max(best) if metric.better == "lower" else min(best)  # the worst of the best
-    return Terms(
+    return ComparisonTerms(
         metric=metric,
         units=runs[0].data.task.units,
         step=_common_step(runs),

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from narrowcast.report.compare.intervals import (
     Estimate,
-    difference_of,
-    mean_of,
-    paired_difference_of,
+    estimate_difference,
+    estimate_mean,
+    estimate_paired_difference,
 )
-from narrowcast.report.compare.runs import Point, Run
+from narrowcast.report.compare.runs import ComparedRun, Point
 from narrowcast.report.phrases import course
 from narrowcast.report.settings_text import written
 from narrowcast.runs import strict_json
@@ -23,7 +23,7 @@ MOST_IN_LABEL = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class ComparisonTerms:
     """What all runs of a comparison are measured by."""
 
     metric: Metric
@@ -39,7 +39,7 @@ class Group:
     """Runs that share everything but the seed, and what they come to."""
 
     label: str
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
     at_step: Estimate | None
     """The metric at the step of the comparison."""
     at_seconds: Estimate | None
@@ -65,12 +65,12 @@ class Group:
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         estimates = ("at_step", "at_seconds", "against", "seconds_to", "steps_to")
-        found = {name: getattr(self, name) for name in estimates}
+        results = {name: getattr(self, name) for name in estimates}
         return {
             "label": self.label,
             "runs": [{"folder": run.label, "seed": run.seed} for run in self.runs],
             "seeds": list(self.seeds),
-            **{name: estimate and estimate.to_json() for name, estimate in found.items()},
+            **{name: estimate and estimate.to_json() for name, estimate in results.items()},
             "reached": self.reached,
             "items_per_second": self.items_per_second,
             "skipped": self.skipped,
@@ -79,8 +79,12 @@ class Group:
         }
 
 
-def group_of(
-    label: str, runs: Sequence[Run], *, first: Sequence[Run] | None, terms: Terms
+def make_group(
+    label: str,
+    runs: Sequence[ComparedRun],
+    *,
+    first: Sequence[ComparedRun] | None,
+    terms: ComparisonTerms,
 ) -> Group:
     """Measure runs that share everything but the seed, and set them against the `first` group."""
     steps = [record for run in runs for record in run.data.steps]
@@ -91,11 +95,11 @@ def group_of(
     return Group(
         label=label,
         runs=tuple(runs),
-        at_step=mean_of(list(values.values())),
-        at_seconds=mean_of(list(_by_seed(runs, in_time, field="value").values())),
+        at_step=estimate_mean(list(values.values())),
+        at_seconds=estimate_mean(list(_by_seed(runs, in_time, field="value").values())),
         against=difference(values, values_by_seed(first, terms)) if first else None,
-        seconds_to=mean_of(list(_by_seed(runs, reached, field="seconds").values())),
-        steps_to=mean_of(list(_by_seed(runs, reached, field="step").values())),
+        seconds_to=estimate_mean(list(_by_seed(runs, reached, field="seconds").values())),
+        steps_to=estimate_mean(list(_by_seed(runs, reached, field="step").values())),
         reached=sum(point is not None for point in reached),
         items_per_second=sum(r.items for r in steps) / spent if spent > 0 else 0.0,
         skipped=sum(not record.applied for record in steps),
@@ -104,40 +108,42 @@ def group_of(
     )
 
 
-def grouped(runs: Sequence[Run]) -> list[list[Run]]:
+def grouped(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
     """Put runs together that differ in nothing but the seed, in the order they were named."""
-    groups: dict[str, list[Run]] = defaultdict(list)
+    groups: dict[str, list[ComparedRun]] = defaultdict(list)
     for run in runs:
         groups[strict_json.dumps(dict(sorted(run.recipe.items())))].append(run)
     return list(groups.values())
 
 
-def differing(groups: Sequence[Sequence[Run]]) -> dict[str, tuple[str, ...]]:
+def differing(groups: Sequence[Sequence[ComparedRun]]) -> dict[str, tuple[str, ...]]:
     """Return the settings in which groups differ, with the value of each."""
     recipes = [members[0].recipe for members in groups]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
-    found = {key: tuple(written(recipe.get(key)) for recipe in recipes) for key in keys}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
+    result = {key: tuple(written(recipe.get(key)) for recipe in recipes) for key in keys}
+    return {key: values for key, values in result.items() if len(set(values)) > 1}
 
 
-def label_of(differing: Mapping[str, tuple[str, ...]], run: Run, *, place: int) -> str:
+def group_label(
+    differing: Mapping[str, tuple[str, ...]], run: ComparedRun, *, location: int
+) -> str:
     """Name a group by what sets it apart, or by its recipe where nothing does."""
     if not differing:
         return f"{run.data.name} in {run.data.policy}"
     # The policy is what most comparisons are about; with a schedule, that of each phase.
     keys = sorted(differing, key=lambda key: key != "precision.policy")
-    parts = [f"{key}={differing[key][place]}" for key in keys]
+    parts = [f"{key}={differing[key][location]}" for key in keys]
     if "precision.schedule" in differing:
         others = [key for key in keys if key not in ("precision.policy", "precision.schedule")]
         parts = [
             course(run.data.setting("precision.policy"), run.data.setting("precision.schedule")),
-            *(f"{key}={differing[key][place]}" for key in others),
+            *(f"{key}={differing[key][location]}" for key in others),
         ]
     more = f" and {len(parts) - MOST_IN_LABEL} more" if len(parts) > MOST_IN_LABEL else ""
     return ", ".join(parts[:MOST_IN_LABEL]) + more
 
 
-def values_by_seed(runs: Sequence[Run], terms: Terms) -> dict[str, float]:
+def values_by_seed(runs: Sequence[ComparedRun], terms: ComparisonTerms) -> dict[str, float]:
     """Return the metric at the step of the comparison, by seed."""
     return _by_seed(runs, [run.at_step(terms.step) for run in runs], field="value")
 
@@ -145,11 +151,11 @@ def values_by_seed(runs: Sequence[Run], terms: Terms) -> dict[str, float]:
 def mean_curve(group: Group) -> list[tuple[int, Estimate]]:
     """Return the mean of a group at every step at which all its runs have a value."""
     points = [{p.step: p for p in run.points} for run in group.runs]
-    common = sorted(set.intersection(*(set(found) for found in points)))
+    common = sorted(set.intersection(*(set(matched) for matched in points)))
     curve = []
     for step in common:
-        values = _by_seed(group.runs, [found[step] for found in points], field="value")
-        if (mean := mean_of(list(values.values()))) is not None:
+        values = _by_seed(group.runs, [results[step] for results in points], field="value")
+        if (mean := estimate_mean(list(values.values()))) is not None:
             curve.append((step, mean))
     return curve
 
@@ -161,19 +167,19 @@ def difference(values: Mapping[str, float], reference: Mapping[str, float]) -> E
     less than they do.
     """
     if set(values) == set(reference):
-        return paired_difference_of([(values[seed], reference[seed]) for seed in values])
-    return difference_of(list(values.values()), list(reference.values()))
+        return estimate_paired_difference([(values[seed], reference[seed]) for seed in values])
+    return estimate_difference(list(values.values()), list(reference.values()))
 
 
 def _by_seed(
-    runs: Sequence[Run],
+    runs: Sequence[ComparedRun],
     points: Sequence[Point | None],
     *,
     field: Literal["value", "seconds", "step"],
 ) -> dict[str, float]:
     """Return one value a seed: runs that share a seed are repetitions, and are averaged first."""
-    found: dict[str, list[float]] = defaultdict(list)
+    result: dict[str, list[float]] = defaultdict(list)
     for run, point in zip(runs, points, strict=True):
         if point is not None:
-            found[str(run.seed)].append(getattr(point, field))
-    return {seed: fmean(values) for seed, values in found.items()}
+            result[str(run.seed)].append(getattr(point, field))
+    return {seed: fmean(values) for seed, values in result.items()}

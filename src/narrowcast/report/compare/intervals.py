@@ -32,7 +32,7 @@ class Estimate:
         return {"mean": self.mean, "low": self.low, "high": self.high, "n": self.n}
 
 
-def mean_of(values: Sequence[float]) -> Estimate | None:
+def estimate_mean(values: Sequence[float]) -> Estimate | None:
     """Estimate the mean that `values` are draws of: mean ± t · s / √n; None without values."""
     if not values:
         return None
@@ -43,12 +43,12 @@ def mean_of(values: Sequence[float]) -> Estimate | None:
     return Estimate(mean=fmean(values), half_width=half, n=n)
 
 
-def paired_difference_of(pairs: Sequence[tuple[float, float]]) -> Estimate | None:
+def estimate_paired_difference(pairs: Sequence[tuple[float, float]]) -> Estimate | None:
     """Estimate how much the first of each pair is above the second: the mean of the differences."""
-    return mean_of([a - b for a, b in pairs])
+    return estimate_mean([a - b for a, b in pairs])
 
 
-def difference_of(values: Sequence[float], reference: Sequence[float]) -> Estimate | None:
+def estimate_difference(values: Sequence[float], reference: Sequence[float]) -> Estimate | None:
     """Estimate how much the mean of `values` is above that of `reference`, by Welch's interval.
 
     The degrees of freedom are rounded down, so the interval is never too narrow for it.

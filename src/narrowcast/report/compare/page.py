@@ -27,7 +27,7 @@ def write_comparison(comparison: Comparison, target: str | Path) -> Path:
         "interval": INTERVAL,
         "charts": charts,
         "colours": [
-            drawing.colour(place).removeprefix("@") for place in range(len(comparison.groups))
+            drawing.colour(location).removeprefix("@") for location in range(len(comparison.groups))
         ],
     }
     return write_page(Path(target), render("compare.html", values, charts=charts))
@@ -35,8 +35,8 @@ def write_comparison(comparison: Comparison, target: str | Path) -> Path:
 
 def _by_step(comparison: Comparison) -> Chart:
     data = []
-    for place, group in enumerate(comparison.groups):
-        data += _band(group, place) if len(group.seeds) > 1 else _lines(group, place, x=_step)
+    for position, group in enumerate(comparison.groups):
+        data += _band(group, position) if len(group.seeds) > 1 else _lines(group, position, x=_step)
     terms = comparison.terms
     return Chart(
         name="bystep",
@@ -53,8 +53,8 @@ def _by_step(comparison: Comparison) -> Chart:
 
 def _by_seconds(comparison: Comparison) -> Chart:
     data = []
-    for place, group in enumerate(comparison.groups):
-        data += _lines(group, place, x=_seconds)
+    for location, group in enumerate(comparison.groups):
+        data += _lines(group, location, x=_seconds)
     terms = comparison.terms
     layout = _layout(comparison, _seconds, axis="seconds")
     layout["xaxis"].update(
@@ -86,19 +86,19 @@ def _seconds(point: Point) -> float:
     return point.seconds
 
 
-def _lines(group: Group, place: int, *, x: Callable[[Point], float]) -> list[dict[str, Any]]:
+def _lines(group: Group, location: int, *, x: Callable[[Point], float]) -> list[dict[str, Any]]:
     """Draw each run of a group, under one name in the legend."""
-    found = []
+    result = []
     for number, run in enumerate(group.runs):
         curve = series(range(len(run.points)), [p.value for p in run.points])
-        trace = drawing.one_of_many(curve, name=group.label, place=place, width=1.75)
+        trace = drawing.one_of_many(curve, name=group.label, index=location, width=1.75)
         trace["x"] = [drawing.rounded(x(p)) for p in run.points]
-        trace |= {"legendgroup": str(place), "showlegend": number == 0}
-        found.append(trace)
-    return found
+        trace |= {"legendgroup": str(location), "showlegend": number == 0}
+        result.append(trace)
+    return result
 
 
-def _band(group: Group, place: int) -> list[dict[str, Any]]:
+def _band(group: Group, location: int) -> list[dict[str, Any]]:
     """Draw the mean of a group over its common steps, and its interval as a band."""
     known = mean_curve(group)
     edge = [(step, m.high) for step, m in known] + [(step, m.low) for step, m in known[::-1]]
@@ -108,15 +108,15 @@ def _band(group: Group, place: int) -> list[dict[str, Any]]:
         "x": [step for step, _ in edge],
         "y": [drawing.rounded(y) for _, y in edge],
         "fill": "toself",
-        "fillcolor": f"{drawing.colour(place)}band",
-        "line": {"color": drawing.colour(place), "width": 0},
+        "fillcolor": f"{drawing.colour(location)}band",
+        "line": {"color": drawing.colour(location), "width": 0},
         "hoverinfo": "skip",
         "showlegend": False,
-        "legendgroup": str(place),
+        "legendgroup": str(location),
     }
     mean = series([step for step, _ in known], [m.mean for _, m in known])
-    line = drawing.one_of_many(mean, name=group.label, place=place, width=2)
-    return [band, {**line, "legendgroup": str(place)}]
+    line = drawing.one_of_many(mean, name=group.label, index=location, width=2)
+    return [band, {**line, "legendgroup": str(location)}]
 
 
 def _layout(comparison: Comparison, x: Callable[[Point], float], *, axis: str) -> dict[str, Any]:
@@ -152,9 +152,9 @@ def _values(comparison: Comparison) -> list[float]:
 
 
 def _alt(comparison: Comparison, field: str, *, when: str) -> str:
-    told = [
-        f"{group.label} {measured(comparison.terms.metric, found.mean)}"
+    lines = [
+        f"{group.label} {measured(comparison.terms.metric, matched.mean)}"
         for group in comparison.groups
-        if (found := getattr(group, field)) is not None
+        if (matched := getattr(group, field)) is not None
     ]
-    return f"{when}: {', '.join(told)}."
+    return f"{when}: {', '.join(lines)}."

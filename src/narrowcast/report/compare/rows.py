@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from narrowcast.report.compare.cautions import causes, different_data
 from narrowcast.report.compare.comparison import Comparison
-from narrowcast.report.compare.groups import Group, Terms, difference, values_by_seed
+from narrowcast.report.compare.groups import ComparisonTerms, Group, difference, values_by_seed
 from narrowcast.report.compare.intervals import Estimate
 from narrowcast.report.compare.runs import PART, TRAINING
 from narrowcast.report.phrases import count, duration, large, measured, said, size
@@ -14,7 +14,7 @@ NOTHING = "–"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """One group of runs as a reader sees it."""
 
     label: str
@@ -31,7 +31,7 @@ class Row:
     """Whether its mean at the step is the best of all groups."""
 
 
-def rows(comparison: Comparison) -> list[Row]:
+def rows(comparison: Comparison) -> list[ComparisonRow]:
     """Write a row for each group."""
     best = _best(comparison)
     base, metric = comparison.groups[0], comparison.terms.metric
@@ -50,21 +50,21 @@ def headline(comparison: Comparison) -> str:
     if best is None or best.at_step is None or first.at_step is None:
         return f"No group tells its {metric} at step {count(terms.step)}."
     if len(comparison.groups) == 1:
-        found = f"{metric} {interval(best.at_step, terms.metric)} at step {count(terms.step)}"
-        return f"{best.label}: {found}, over {count(len(best.seeds), 'seed')}."
-    told = f"{best.label} has the best {metric} at step {count(terms.step)}: "
-    told += interval(best.at_step, terms.metric)
+        result = f"{metric} {interval(best.at_step, terms.metric)} at step {count(terms.step)}"
+        return f"{best.label}: {result}, over {count(len(best.seeds), 'seed')}."
+    message = f"{best.label} has the best {metric} at step {count(terms.step)}: "
+    message += interval(best.at_step, terms.metric)
     if len(causes(comparison.differing)) > 1:
-        told += " (the runs differ in more than one setting)"
+        message += " (the runs differ in more than one setting)"
     rivals = [group for group in comparison.groups if group is not best and group.at_step]
     gaps = [_gap(best, group, terms=terms) for group in rivals]
     widths = [gap.half_width for gap in gaps if gap is not None and gap.half_width is not None]
     if not rivals or len(widths) < len(rivals):
-        return f"{told}."
+        return f"{message}."
     alike = [g.label for g, gap in zip(rivals, gaps, strict=True) if gap and _may_be_nothing(gap)]
     if not alike:
-        return f"{told}, and the difference from every other is more than chance."
-    return f"{told}, but the seeds do not tell it apart from {' or '.join(alike)}."
+        return f"{message}, and the difference from every other is more than chance."
+    return f"{message}, but the seeds do not tell it apart from {' or '.join(alike)}."
 
 
 def metric_text(metric: Metric) -> str:
@@ -88,14 +88,14 @@ def titles(comparison: Comparison) -> dict[str, str]:
     }
 
 
-def interval(found: Estimate, metric: Metric) -> str:
+def interval(matched: Estimate, metric: Metric) -> str:
     """Write a mean and its interval: `1.975 ± 0.012`, or `91.2% ± 0.8%`."""
-    told = measured(metric, found.mean)
-    if found.half_width is None:
-        return told
+    notice = measured(metric, matched.mean)
+    if matched.half_width is None:
+        return notice
     in_percent = metric.text.endswith("%")
-    half = measured(metric, found.half_width) if in_percent else f"{found.half_width:.2g}"
-    return f"{told} ± {half}"
+    half = measured(metric, matched.half_width) if in_percent else f"{matched.half_width:.2g}"
+    return f"{notice} ± {half}"
 
 
 def _time_to(group: Group) -> str:
@@ -103,18 +103,18 @@ def _time_to(group: Group) -> str:
     seconds, steps = group.seconds_to, group.steps_to
     if seconds is None or steps is None:
         return "not reached"
-    told = duration(seconds.mean)
+    message = duration(seconds.mean)
     if seconds.half_width is not None:
-        told = f"{told} ± {duration(seconds.half_width)}"
+        message = f"{message} ± {duration(seconds.half_width)}"
         if seconds.mean < 60:
-            told = f"{seconds.mean:.1f} ± {seconds.half_width:.1f} s"
-    told += f", {count(round(steps.mean), 'step')}"
+            message = f"{seconds.mean:.1f} ± {seconds.half_width:.1f} s"
+    message += f", {count(round(steps.mean), 'step')}"
     whole = group.reached == len(group.runs)
-    return told if whole else f"{told} ({group.reached} of {len(group.runs)} runs)"
+    return message if whole else f"{message} ({group.reached} of {len(group.runs)} runs)"
 
 
-def _row(group: Group, metric: Metric, *, base: Group, best: bool) -> Row:
-    return Row(
+def _row(group: Group, metric: Metric, *, base: Group, best: bool) -> ComparisonRow:
+    return ComparisonRow(
         label=f"{group.label} (diverged)" if group.diverged else group.label,
         seeds=count(len(group.seeds)),
         folders=tuple(run.label for run in group.runs),
@@ -131,26 +131,26 @@ def _row(group: Group, metric: Metric, *, base: Group, best: bool) -> Row:
 
 def _against(group: Group, base: Group) -> str:
     """Write the difference from the first group in per cent of it."""
-    found, reference = group.against, base.at_step
-    if found is None or reference is None or not reference.mean:
+    result, reference = group.against, base.at_step
+    if result is None or reference is None or not reference.mean:
         return NOTHING
     percent = 100 / abs(reference.mean)
     # Adding zero takes the sign off a zero.
-    told = f"{round(found.mean * percent, 2) + 0.0:+.2f}"
-    if found.half_width is not None:
-        told += f" ± {found.half_width * percent:.2f}"
-    return f"{told} %".replace("-", "−")
+    message = f"{round(result.mean * percent, 2) + 0.0:+.2f}"
+    if result.half_width is not None:
+        message += f" ± {result.half_width * percent:.2f}"
+    return f"{message} %".replace("-", "−")
 
 
 def _best(comparison: Comparison) -> Group | None:
-    found = [g for g in comparison.groups if g.at_step is not None and not g.diverged]
+    matches = [g for g in comparison.groups if g.at_step is not None and not g.diverged]
     if different_data(comparison.differing):
         return None
     sign = 1 if comparison.terms.metric.better == "lower" else -1
-    return min(found, key=lambda g: sign * g.at_step.mean if g.at_step else 0.0, default=None)
+    return min(matches, key=lambda g: sign * g.at_step.mean if g.at_step else 0.0, default=None)
 
 
-def _gap(a: Group, b: Group, *, terms: Terms) -> Estimate | None:
+def _gap(a: Group, b: Group, *, terms: ComparisonTerms) -> Estimate | None:
     return difference(values_by_seed(a.runs, terms), values_by_seed(b.runs, terms))
 
 

@@ -35,7 +35,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ComparedRun:
     """One run of a comparison."""
 
     label: str
@@ -60,13 +60,13 @@ class Run:
 
     def at_step(self, step: int) -> Point | None:
         """Return the last point up to `step`."""
-        place = bisect_right([p.step for p in self.points], step)
-        return self.points[place - 1] if place else None
+        location = bisect_right([p.step for p in self.points], step)
+        return self.points[location - 1] if location else None
 
     def at_seconds(self, seconds: float) -> Point | None:
         """Return the last point that was reached in `seconds`."""
-        place = bisect_right([p.seconds for p in self.points], seconds)
-        return self.points[place - 1] if place else None
+        position = bisect_right([p.seconds for p in self.points], seconds)
+        return self.points[position - 1] if position else None
 
     def reached(self, target: float, metric: Metric) -> Point | None:
         """Return the first point as good as `target`."""
@@ -80,17 +80,17 @@ class Run:
 
 def read_runs(folders: Sequence[str]) -> dict[str, RunData]:
     """Read the runs of a comparison, or refuse one that has not begun."""
-    found = {folder: read_run(Path(folder)) for folder in folders}
-    empty = [folder for folder, data in found.items() if not data.steps]
+    results = {folder: read_run(Path(folder)) for folder in folders}
+    empty = [folder for folder, data in results.items() if not data.steps]
     if empty:
         raise CheckpointError(
             f"{', '.join(empty)} holds no step yet, so there is nothing to compare; leave it out, "
             "or wait for the run"
         )
-    return found
+    return results
 
 
-def metrics_of(data: RunData) -> dict[str, Metric]:
+def comparable_metrics(data: RunData) -> dict[str, Metric]:
     """Return what a run can be compared by, the headline first: metrics, losses, parts of them."""
     evaluated = {name: replace(data.task.metric(name), name=name) for name in data.metrics}
     evaluated = {name: metric for name, metric in evaluated.items() if metric.ranked}
@@ -98,7 +98,7 @@ def metrics_of(data: RunData) -> dict[str, Metric]:
     return {**evaluated, TRAINING.name: TRAINING, **parts}
 
 
-def points_of(data: RunData, metric: str) -> tuple[Point, ...]:
+def metric_points(data: RunData, metric: str) -> tuple[Point, ...]:
     """Return the values of `metric` over a run; those that are not finite are left out."""
     clock = dict(
         zip(
@@ -108,15 +108,15 @@ def points_of(data: RunData, metric: str) -> tuple[Point, ...]:
         )
     )
     if metric == TRAINING.name:
-        found = _smoothed([(r.step, r.loss) for r in data.steps])
+        matches = _smoothed([(r.step, r.loss) for r in data.steps])
     elif metric.startswith(PART):
         part = metric.removeprefix(PART)
-        found = _smoothed([(r.step, r.parts.get(part, math.nan)) for r in data.steps])
+        matches = _smoothed([(r.step, r.loss_parts.get(part, math.nan)) for r in data.steps])
     else:
-        found = [(r.step, r.metrics[metric]) for r in data.evals if metric in r.metrics]
+        matches = [(r.step, r.metrics[metric]) for r in data.evals if metric in r.metrics]
     return tuple(
         Point(step=step, seconds=clock.get(step, 0.0), value=y)
-        for step, y in found
+        for step, y in matches
         if math.isfinite(y)
     )
 
@@ -128,9 +128,9 @@ def _smoothed(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     at = sorted(
         {k * (n - 1) // max(1, min(n, MOST_POINTS) - 1) for k in range(min(n, MOST_POINTS))}
     )
-    found = []
+    result = []
     for i in at:
         last = [y for _, y in losses[max(0, i + 1 - window) : i + 1] if math.isfinite(y)]
         if last:
-            found.append((losses[i][0], median(last)))
-    return found
+            result.append((losses[i][0], median(last)))
+    return result

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from narrowcast.config.problems import shortened
+from narrowcast.report.active_formats import named
 from narrowcast.report.charts.series import Mark
-from narrowcast.report.in_force import named
 from narrowcast.runs.records import (
     FindingRecord,
     PrecisionRecord,
@@ -41,7 +41,7 @@ class Skips:
         mark = Mark(
             first=record.step,
             last=record.step,
-            why=for_page(record.why),
+            why=for_page(record.skip_reason),
             loss_scale=record.loss_scale,
             steps=1,
         )
@@ -156,10 +156,10 @@ class Events:
             step=record.step,
         )
 
-    def _put(self, place: tuple[object, ...], *, step: int, kind: str, **texts: str) -> None:
-        earlier = self._events.pop(place, None)
+    def _put(self, location: tuple[object, ...], *, step: int, kind: str, **texts: str) -> None:
+        earlier = self._events.pop(location, None)
         known = dict.fromkeys(("module", "role", "text", "why", "action"), "") | texts
-        self._events[place] = Event(
+        self._events[location] = Event(
             key=earlier.key if earlier else self.moves,
             moved=self.moves,
             kind=kind,

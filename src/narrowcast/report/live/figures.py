@@ -58,8 +58,8 @@ def _parts() -> dict[str, Any]:
     layout = drawing.layout(_SPAN, height=300)
     layout["showlegend"] = True
     lines = [
-        drawing.one_of_many(_NOTHING, name="", place=place, width=1.75) | {"mode": "lines"}
-        for place in range(drawing.COLOURS)
+        drawing.one_of_many(_NOTHING, name="", index=location, width=1.75) | {"mode": "lines"}
+        for location in range(drawing.COLOURS)
     ]
     return {"title": "Parts of the loss", "data": lines, "layout": layout}
 

@@ -20,20 +20,20 @@ from narrowcast.report.phrases import (
     size,
     value,
 )
-from narrowcast.report.summary import Ending, Fact
+from narrowcast.report.summary import Fact, RunEnding
 from narrowcast.runs.shape import LARGEST
 
 
 def head(
     data: LiveData,
     *,
-    ending: Ending,
+    ending: RunEnding,
     at_work: bool,
     settings: Mapping[str, Any],
     sessions: tuple[Mapping[str, Any], ...],
 ) -> dict[str, Any]:
     """Return the head as texts and a share of the way."""
-    step, asked = data.tally.step, data.tally.steps
+    step, requested = data.tally.step, data.tally.steps
     name = _text(setting(settings, "name")) or _text(setting(settings, "workload")) or "this run"
     policy = _text(setting(settings, "precision.policy"))
     policy = policies(policy, setting(settings, "precision.schedule"))
@@ -41,8 +41,8 @@ def head(
         "name": name,
         "title": f"{name} {_in_policy(policy)}".strip(),
         "description": _text(setting(settings, "description")),
-        "progress": _progress(step, asked),
-        "share": min(1.0, step / asked) if asked > 0 else 0.0,
+        "progress": _progress(step, requested),
+        "share": min(1.0, step / requested) if requested > 0 else 0.0,
         "state": asdict(ending) | {"at_work": at_work},
         "facts": [asdict(fact) for fact in _facts(data, at_work=at_work)],
         "began": _began(sessions),
@@ -60,9 +60,9 @@ def setting(settings: Mapping[str, Any], key: str) -> object:
     return entry.get("value") if isinstance(entry, Mapping) else None
 
 
-def whole(found: object) -> int | None:
+def whole(result: object) -> int | None:
     """Return a setting that is a whole number, and one a run can have."""
-    return found if type(found) is int and 0 < found < LARGEST else None
+    return result if type(result) is int and 0 < result < LARGEST else None
 
 
 def _facts(data: LiveData, *, at_work: bool) -> list[Fact]:
@@ -101,11 +101,11 @@ def _facts(data: LiveData, *, at_work: bool) -> list[Fact]:
 
 def _evaluated(data: LiveData) -> list[Fact]:
     metric = data.metric
-    found = [(step, m[metric.name]) for step, m in data.evals if metric and metric.name in m]
-    if metric is None or not found:
+    matches = [(step, m[metric.name]) for step, m in data.evals if metric and metric.name in m]
+    if metric is None or not matches:
         return []
     label = f"Evaluated {said(metric.name)}"
-    step, y = found[-1]
+    step, y = matches[-1]
     return [Fact(label=for_page(label), value=measured(metric, y), note=f"at step {count(step)}")]
 
 
@@ -128,10 +128,10 @@ def _in_policy(policy: str) -> str:
     return f"with the {policy} policy" if policy.isalpha() else f"with policy {policy}"
 
 
-def _progress(step: int, asked: int) -> str:
+def _progress(step: int, request: int) -> str:
     if not step:
         return ""
-    return f"Step {count(step)} of {count(asked)}" if asked > 0 else f"Step {count(step)}"
+    return f"Step {count(step)} of {count(request)}" if request > 0 else f"Step {count(step)}"
 
 
 def _began(sessions: tuple[Mapping[str, Any], ...]) -> str:
@@ -142,5 +142,5 @@ def _began(sessions: tuple[Mapping[str, Any], ...]) -> str:
     return f"began {started}" + (f", continued {count(again, 'time')}" if again else "")
 
 
-def _text(found: object) -> str:
-    return for_page(found) if isinstance(found, str) else ""
+def _text(matched: object) -> str:
+    return for_page(matched) if isinstance(matched, str) else ""

@@ -8,9 +8,9 @@ from typing import Any, Protocol, final
 from narrowcast.report.charts.run_charts import LOSS
 from narrowcast.report.live.curve import Curve
 from narrowcast.report.live.events import Changes, Events, Skips, for_page
-from narrowcast.report.live.status import Course
+from narrowcast.report.live.status import LiveProgress
 from narrowcast.report.phrases import count, measured
-from narrowcast.report.run_data import headline_of
+from narrowcast.report.run_data import headline_metric
 from narrowcast.runs.improvement import Improvement
 from narrowcast.runs.records import (
     CheckpointRecord,
@@ -65,7 +65,7 @@ class LiveData:
         """Begin before the first record of a run of `task`; `min_delta` is that of its recipe."""
         self.task, self._min_delta = task, min_delta
         self.tally = Tally(steps=0)
-        self.course = Course()
+        self.course = LiveProgress()
         self.vitals, self.improvement = Vitals(), Improvement()
         self.last: StepRecord | None = None
         self.peak_bytes = 0
@@ -137,13 +137,13 @@ class LiveData:
         }
         for name, y in values.items():
             self.curves[name].add(record.step, y)
-        for name, y in record.parts.items():
+        for name, y in record.loss_parts.items():
             if name in self.parts or len(self.parts) < MOST_PARTS:
                 self.parts.setdefault(name, Curve(SMALL_BUCKETS)).add(record.step, y)
         if record.lost_updates is not None:
             self.curves["lost"].add(record.step, record.lost_updates)
 
-    def _course_after(self, record: StepRecord) -> Course:
+    def _course_after(self, record: StepRecord) -> LiveProgress:
         before, last = self.course, self.last
         same_scale = last is not None and last.loss_scale == record.loss_scale
         in_a_row = 0 if record.applied else 1 + (before.skipped_in_a_row if same_scale else 0)
@@ -153,13 +153,13 @@ class LiveData:
             step=record.step,
             skipped_in_a_row=in_a_row,
             loss_scale=record.loss_scale,
-            why=for_page(record.why),
+            why=for_page(record.skip_reason),
             lost_since=None if math.isfinite(record.loss) else lost_since,
             step_seconds=self.tally.step_seconds,
         )
 
     def _add_eval(self, record: EvalRecord) -> None:
-        self.metric = self.metric or headline_of(self.task, record.metrics)
+        self.metric = self.metric or headline_metric(self.task, record.metrics)
         self.evals_seen += 1
         self.evals.append((record.step, dict(list(record.metrics.items())[:MOST_METRICS])))
         # Of all metrics, the loss is what the training loss compares with; the report does alike.

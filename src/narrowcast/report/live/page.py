@@ -19,7 +19,7 @@ from narrowcast.report.live.figures import SMALL, figures
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
+class LiveDocument:
     """What a route answers with."""
 
     kind: str
@@ -32,14 +32,14 @@ class Document:
 
 
 @cache
-def documents() -> dict[str, Document]:
+def documents() -> dict[str, LiveDocument]:
     """Return every document by its path; there are no others."""
     plotly = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     # The name changes with the content, so a browser may keep it for good.
     path = f"/plotly-{hashlib.sha256(plotly).hexdigest()[:16]}.js"
     return {
-        "/": Document(kind="text/html; charset=utf-8", body=_page(plotly=path)),
-        path: Document(
+        "/": LiveDocument(kind="text/html; charset=utf-8", body=_page(plotly=path)),
+        path: LiveDocument(
             kind="text/javascript; charset=utf-8",
             body=plotly,
             packed=gzip.compress(plotly, 6, mtime=0),
@@ -54,7 +54,7 @@ def security_policy() -> str:
     return "; ".join(
         [
             "default-src 'none'",
-            f"script-src {inline.source_of(inline.asset('live.js').encode())} 'self'",
+            f"script-src {inline.csp_source(inline.asset('live.js').encode())} 'self'",
             "connect-src 'self'",
             # Plotly sets its style by attributes and a style element.
             "style-src 'unsafe-inline'",

@@ -18,8 +18,8 @@ from socket import socket
 from threading import BoundedSemaphore, Event
 from typing import Any, final
 
-from narrowcast.report.live.page import Document, documents, security_policy
-from narrowcast.report.live.watched import Cursor, Watched
+from narrowcast.report.live.page import LiveDocument, documents, security_policy
+from narrowcast.report.live.watched import Cursor, WatchedRun
 
 ADDRESS = "127.0.0.1"
 EVENTS = "/events"
@@ -56,7 +56,7 @@ class WatchServer(socketserver.ThreadingTCPServer):
 
     def __init__(self, folder: Path, *, port: int) -> None:
         """Listen on `port`, or on any free one for 0; raise OSError where it is taken."""
-        self.watched = Watched(folder)
+        self.watched = WatchedRun(folder)
         self.stopping = Event()
         self.streams = BoundedSemaphore(MOST_STREAMS)
         self._connections = BoundedSemaphore(MOST_CONNECTIONS)
@@ -115,11 +115,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._answer(with_body=False)
 
-    def _refuse_method(self) -> None:
+    def _method_not_allowed(self) -> None:
         self._say(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD", Allow="GET, HEAD")
 
-    do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse_method  # noqa: N815
-    do_TRACE = do_CONNECT = _refuse_method  # noqa: N815
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _method_not_allowed  # noqa: N815
+    do_TRACE = do_CONNECT = _method_not_allowed  # noqa: N815
 
     def _answer(self, *, with_body: bool) -> None:
         path = self.path.partition("?")[0]
@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
         linked = purpose == "document" and path != EVENTS
         return came_from in ("none", "same-origin") or linked
 
-    def _send(self, document: Document, *, with_body: bool) -> None:
+    def _send(self, document: LiveDocument, *, with_body: bool) -> None:
         accepted = self.headers.get("Accept-Encoding", "")
         packed = bool(document.packed) and "gzip" in accepted
         body = document.packed if packed else document.body
@@ -174,14 +174,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.streams.release()
 
     def _tell(self) -> None:
-        cursor, told = Cursor(), time.monotonic()
+        cursor, notice = Cursor(), time.monotonic()
         while not self.server.stopping.is_set():
             cursor, news = self.server.watched.since(cursor)
-            if news or time.monotonic() > told + BEAT_SECONDS:
+            if news or time.monotonic() > notice + BEAT_SECONDS:
                 text = json.dumps(news, separators=(",", ":"), allow_nan=False)
                 # A line that begins with a colon is passed over by browsers.
                 self._write(f"data: {text}\n\n".encode() if news else b": still here\n\n")
-                told = time.monotonic()
+                notice = time.monotonic()
             # A page says nothing more; what can be read is its end.
             if select.select([self.connection], [], [], PAUSE_SECONDS)[0]:
                 return

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from narrowcast.report.phrases import at_scale, count, duration
-from narrowcast.report.summary import Ending
+from narrowcast.report.summary import RunEnding
 from narrowcast.runs.commands import resume_command
 
 QUIET_SECONDS = 5.0
@@ -19,17 +19,17 @@ SILENT_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class LiveProgress:
     """What the records say of a run's course, in a few numbers."""
 
     step: int = 0
-    asked: int = 0
+    requested_steps: int = 0
     saved_at: int | None = None
     """The step of the last checkpoint."""
     skipped_in_a_row: int = 0
     """At the end of the records, all at one loss scale."""
     loss_scale: float = 1.0
-    patience: int | None = None
+    max_skipped_steps: int | None = None
     why: str = ""
     lost_since: int | None = None
     """The step from which on no loss was finite."""
@@ -42,70 +42,72 @@ class Course:
     @property
     def is_done(self) -> bool:
         """Whether no step is left to take."""
-        return self.step >= self.asked or bool(self.ended_early)
+        return self.step >= self.requested_steps or bool(self.ended_early)
 
 
 def status(
-    course: Course, *, folder: Path, held: bool | None, quiet: float, missing: bool
-) -> tuple[Ending, bool]:
+    course: LiveProgress, *, folder: Path, held: bool | None, quiet: float, missing: bool
+) -> tuple[RunEnding, bool]:
     """Judge where a run stands, and whether it is at work.
 
     `held` says whether a process holds the run's lock, None where that cannot be known; `quiet`
     is how many seconds ago the run last wrote.
     """
     if missing:
-        return Ending(label="Folder is gone", tone="bad", advice=_gone(folder)), False
+        return RunEnding(label="Folder is gone", tone="bad", advice=_gone(folder)), False
     at_work = _at_work(course, held=held, quiet=quiet)
     if not at_work:
         silent = f"nothing was written for {duration(quiet // 60 * 60)}"
         sign = "no process works on it any more" if held is False else silent
         return _ended(course, folder, sign=sign), False
     if course.step == 0:
-        return Ending(label="Starting", tone="fair", advice="No step is recorded yet."), True
+        return RunEnding(label="Starting", tone="fair", advice="No step is recorded yet."), True
     remark = _remark(course, quiet=quiet)
     if course.lost_since is not None:
         advice = f"The loss has not been a finite number since step {count(course.lost_since)}."
-        return Ending(
+        return RunEnding(
             label="Loss not finite", tone="bad", advice=f"{advice} {remark}".strip()
         ), True
-    label = "Finishing" if course.asked > 0 and course.is_done else "Running"
-    return Ending(label=label, tone="fair" if remark else "good", advice=remark), True
+    label = "Finishing" if course.requested_steps > 0 and course.is_done else "Running"
+    return RunEnding(label=label, tone="fair" if remark else "good", advice=remark), True
 
 
-def _at_work(course: Course, *, held: bool | None, quiet: float) -> bool:
+def _at_work(course: LiveProgress, *, held: bool | None, quiet: float) -> bool:
     if held:
         return True
     if course.step == 0:
         # A run takes its lock with its first record.
         return quiet < STARTING_SECONDS
-    if course.asked > 0 and course.is_done and course.step == course.saved_at:
+    if course.requested_steps > 0 and course.is_done and course.step == course.saved_at:
         return False
     if held is None:
         return quiet < _silence(course)
     return quiet < max(QUIET_SECONDS, 3 * course.step_seconds)
 
 
-def _ended(course: Course, folder: Path, *, sign: str) -> Ending:
+def _ended(course: LiveProgress, folder: Path, *, sign: str) -> RunEnding:
     resume = f"`{resume_command(folder)}`"
     if course.step == 0:
-        return Ending(
+        return RunEnding(
             label="Seems dead",
             tone="bad",
             advice="The run was set up and has not recorded a step since; look at the terminal "
             "it was started in.",
         )
-    progress = f"{count(course.step)} of {count(course.asked, 'step')}"
-    gave_up = course.patience is not None and course.skipped_in_a_row >= max(1, course.patience)
-    if gave_up and course.step < course.asked:
+    progress = f"{count(course.step)} of {count(course.requested_steps, 'step')}"
+    gave_up = course.max_skipped_steps is not None and course.skipped_in_a_row >= max(
+        1, course.max_skipped_steps
+    )
+    if gave_up and course.step < course.requested_steps:
         reason = f" The last reason given: {course.why}." if course.why else ""
-        return Ending(
+        return RunEnding(
             label="Diverged",
             tone="bad",
             advice=f"The last {count(course.skipped_in_a_row, 'step')} were all skipped"
             f"{at_scale(course.loss_scale)}, so the run gave up after {progress}.{reason}",
         )
     if course.diverged and course.is_done:
-        return Ending(
+        return RunEnding(
             label="Diverged",
             tone="bad",
             advice=f"The run has done its steps and came to nothing: {course.diverged}.",
@@ -113,8 +115,10 @@ def _ended(course: Course, folder: Path, *, sign: str) -> Ending:
     if course.saved_at == course.step:
         if course.is_done:
             early = f"The run ended early after {progress}: {course.ended_early}."
-            return Ending(label="Finished", tone="good", advice=early if course.ended_early else "")
-        return Ending(
+            return RunEnding(
+                label="Finished", tone="good", advice=early if course.ended_early else ""
+            )
+        return RunEnding(
             label="Interrupted",
             tone="fair",
             advice=f"The run stopped after {progress}, with a checkpoint at its last one; {resume} "
@@ -125,21 +129,21 @@ def _ended(course: Course, folder: Path, *, sign: str) -> Ending:
         if course.saved_at is None
         else f"{resume} continues it from the checkpoint at step {count(course.saved_at)}."
     )
-    return Ending(
+    return RunEnding(
         label="Seems dead",
         tone="bad",
         advice=f"The records end after {progress}, and {sign}. {where}",
     )
 
 
-def _remark(course: Course, *, quiet: float) -> str:
+def _remark(course: LiveProgress, *, quiet: float) -> str:
     if quiet < _silence(course):
         return ""
     # Whole minutes, so that the page is not told the same every second.
     return f"Nothing was recorded for {duration(quiet // 60 * 60)}; the process is still there."
 
 
-def _silence(course: Course) -> float:
+def _silence(course: LiveProgress) -> float:
     return max(SILENT_SECONDS, SILENT_STEPS * course.step_seconds)
 
 

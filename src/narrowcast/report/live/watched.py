@@ -19,7 +19,7 @@ from narrowcast.report.live.events import for_page
 from narrowcast.report.live.head import head, setting, whole
 from narrowcast.report.live.live_data import Growing, LiveData
 from narrowcast.report.live.status import status
-from narrowcast.report.summary import Ending
+from narrowcast.report.summary import RunEnding
 from narrowcast.runs.folder import ENVIRONMENT, RECORDS, RESOLVED, TASK
 from narrowcast.runs.follow import Follower, News
 from narrowcast.runs.improvement import delta_in
@@ -50,7 +50,7 @@ class Cursor:
 
 
 @final
-class Watched:
+class WatchedRun:
     """One run folder; its methods may be called from several threads."""
 
     def __init__(self, folder: Path) -> None:
@@ -72,7 +72,7 @@ class Watched:
         """Return what has changed since `cursor`, and the cursor after it; {} if nothing has."""
         with self._lock:
             self._look()
-            return self._told(cursor)
+            return self._payload(cursor)
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -96,9 +96,9 @@ class Watched:
         self._looked = time.monotonic()
 
     def _read_files(self) -> None:
-        found = peek_json(self.folder / RESOLVED, most_bytes=MOST_BYTES)
-        if isinstance(found, dict):
-            self._settings = found
+        result = peek_json(self.folder / RESOLVED, most_bytes=MOST_BYTES)
+        if isinstance(result, dict):
+            self._settings = result
         # A damaged file is the report's to complain of; the page goes on with what it knows.
         with contextlib.suppress(CheckpointError):
             said = peek_json(self.folder / TASK, most_bytes=MOST_BYTES)
@@ -110,16 +110,16 @@ class Watched:
 
     def _sum_up(self) -> None:
         data = self._data
-        asked = whole(setting(self._settings, "steps")) or 0
-        patience = whole(setting(self._settings, "precision.loss_scale.patience"))
-        data.tally = replace(data.tally, steps=asked)
+        requested = whole(setting(self._settings, "steps")) or 0
+        patience = whole(setting(self._settings, "precision.loss_scale.max_skipped_steps"))
+        data.tally = replace(data.tally, steps=requested)
         diverged = for_page(data.vitals.diverged)
         course = replace(
             data.course,
-            asked=asked,
-            patience=patience,
+            requested_steps=requested,
+            max_skipped_steps=patience,
             diverged=diverged,
-            ended_early=self._ended_early(asked),
+            ended_early=self._ended_early(requested),
         )
         ending, at_work = status(
             course,
@@ -129,7 +129,7 @@ class Watched:
             missing=self._news.missing,
         )
         if self._news.more:
-            ending, at_work = Ending(label="Reading", tone="fair"), False
+            ending, at_work = RunEnding(label="Reading", tone="fair"), False
         self._head = head(
             data,
             ending=ending,
@@ -139,12 +139,12 @@ class Watched:
         ) | {"damaged": self._damaged, "reading": self._news.more}
         self._frame = self._frames()
 
-    def _ended_early(self, asked: int) -> str:
-        data, found = self._data, self._data.improvement
+    def _ended_early(self, request: int) -> str:
+        data, matched = self._data, self._data.improvement
         patience = whole(setting(self._settings, "eval.patience"))
-        if patience is None or not 0 < found.evaluated == data.tally.step < asked:
+        if patience is None or not 0 < matched.evaluated == data.tally.step < request:
             return ""
-        return for_page(found.why_over(metric=data.task.headline, patience=patience))
+        return for_page(matched.why_over(metric=data.task.headline, patience=patience))
 
     def _frames(self) -> dict[str, Any]:
         """Choose the axes that depend on the values, as the report does; None lets the page."""
@@ -160,7 +160,7 @@ class Watched:
             "scale": drawing.powers_of_two(scales) if drawable and self._data.scaled else None,
         }
 
-    def _told(self, cursor: Cursor) -> tuple[Cursor, dict[str, Any]]:
+    def _payload(self, cursor: Cursor) -> tuple[Cursor, dict[str, Any]]:
         data = self._data
         news: dict[str, Any] = {}
         if cursor.generation != self._generation:
@@ -193,9 +193,9 @@ class Watched:
         )
 
 
-def _first_changed(growing: Growing, told: tuple[int, int, int] | None) -> int | None:
+def _first_changed(growing: Growing, lines: tuple[int, int, int] | None) -> int | None:
     """Return the first row that a page does not have as it is now; None where it has all."""
-    epoch, length, added = told or (growing.epoch, 0, 0)
+    epoch, length, added = lines or (growing.epoch, 0, 0)
     if epoch != growing.epoch:
         return 0
     # Only the last row that was told may have changed since.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from narrowcast.report.trackers.tracker import numbers, words
+from narrowcast.report.trackers.tracker import numbers, record_text
 from narrowcast.runs.records import CheckpointRecord, Record
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ class TensorBoard:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        place = folder / FOLDER
-        written = sorted(place.iterdir()) if place.is_dir() else []
+        location = folder / FOLDER
+        written = sorted(location.iterdir()) if location.is_dir() else []
         continued = bool(written)
         if continued:
             _wait_past(written[-1].name)
         last = max((record.step for record in earlier), default=0)
         self._writer: SummaryWriter = SummaryWriter(
-            log_dir=str(place),
+            log_dir=str(location),
             purge_step=last + 1 if continued else None,
             max_queue=QUEUE,
             flush_secs=FLUSH_SECONDS,
@@ -57,7 +57,7 @@ class TensorBoard:
         """Write what `record` holds; a checkpoint puts on disk all that led to it."""
         for name, y in numbers(record).items():
             self._writer.add_scalar(name, y, record.step)
-        for name, text in words(record).items():
+        for name, text in record_text(record).items():
             self._writer.add_text(name, text, record.step)
         if isinstance(record, CheckpointRecord):
             # A run that is killed goes on from here, and nobody would write these steps again.

@@ -90,7 +90,7 @@ def numbers(record: Record) -> dict[str, float]:
     """Return what can be drawn of a record, by a name with its group."""
     match record:
         case StepRecord():
-            found = {
+            results = {
                 "train/loss": record.loss,
                 "train/loss_scale": record.loss_scale,
                 "train/skipped": float(not record.applied),
@@ -100,10 +100,10 @@ def numbers(record: Record) -> dict[str, float]:
                 "memory/peak_bytes": float(record.peak_bytes),
             }
             if record.seconds > 0:
-                found["speed/items_per_second"] = record.items / record.seconds
+                results["speed/items_per_second"] = record.items / record.seconds
             if record.lost_updates is not None:
-                found["train/lost_updates"] = record.lost_updates
-            return found | {f"loss/{name}": y for name, y in record.parts.items()}
+                results["train/lost_updates"] = record.lost_updates
+            return results | {f"loss/{name}": y for name, y in record.loss_parts.items()}
         case EvalRecord():
             return {f"eval/{name}": y for name, y in record.metrics.items()}
         case StrategyRecord(event="readout" | "jump"):
@@ -112,11 +112,11 @@ def numbers(record: Record) -> dict[str, float]:
             return {}
 
 
-def words(record: Record) -> dict[str, str]:
+def record_text(record: Record) -> dict[str, str]:
     """Return what can only be said of a record, by name."""
     match record:
         case StepRecord() if not record.applied:
-            return {"skipped": record.why or "no reason recorded"}
+            return {"skipped": record.skip_reason or "no reason recorded"}
         case FindingRecord():
             where = f"{record.module} {record.role}".strip()
             rest = f"; {record.remedy}" if record.remedy else ""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from narrowcast.report.trackers.tracker import numbers, words
+from narrowcast.report.trackers.tracker import numbers, record_text
 from narrowcast.runs.records import Record
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class WeightsAndBiases:
             self._write()
             self._step = record.step
         self._row.update({} if late else numbers(record))
-        for name, text in words(record).items():
+        for name, text in record_text(record).items():
             before = self._row.get(name)
             text = f"step {record.step}: {text}" if late else text
             self._row[name] = f"{before}\n{text}" if before else text
@@ -78,11 +78,11 @@ class WeightsAndBiases:
             self._row = {}
 
 
-def _set_aside(place: Path) -> list[Path]:
+def _set_aside(location: Path) -> list[Path]:
     """Rename earlier offline runs, whose names a new one of the same second would share."""
-    for old in place.glob("offline-run-*-*"):
+    for old in location.glob("offline-run-*-*"):
         old.rename(old.with_name(f"replaced-{old.name}"))
-    return sorted(place.glob("replaced-offline-run-*-*"))
+    return sorted(location.glob("replaced-offline-run-*-*"))
 
 
 def _begin(folder: Path, *, name: str, settings: Mapping[str, Any], id_: str) -> "Run":

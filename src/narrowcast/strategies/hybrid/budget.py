@@ -7,7 +7,7 @@ forward pass, and a backward pass that costs two.
 import math
 from dataclasses import asdict, dataclass, replace
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 STEP_COST = 3.0
 """Forward passes that a training step of one micro-batch costs (Kaplan et al. 2020)."""
@@ -29,7 +29,7 @@ class ChoosingBudget:
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise RecipeError(
+            raise ConfigError(
                 "readout_budget must be a share of the run's work above 0 and up to 1, got "
                 f"{self.share}. Write a number such as 0.01."
             )

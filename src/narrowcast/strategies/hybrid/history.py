@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 
 SNAPSHOTS = 7
 """Snapshots that are kept."""
@@ -73,9 +73,9 @@ class WeightHistory:
         movement. So noise and weights that turned back are followed less, or not at all.
         """
         if ahead_steps < 1:
-            raise RecipeError(f"ahead_steps must be 1 or more, got {ahead_steps}.")
+            raise ConfigError(f"ahead_steps must be 1 or more, got {ahead_steps}.")
         if len(self) < FEWEST_SNAPSHOTS:
-            raise RecipeError(
+            raise ConfigError(
                 f"A jump needs {FEWEST_SNAPSHOTS} snapshots of the weights, {self.every} steps "
                 f"apart, got {len(self)}. Take {self.every * FEWEST_SNAPSHOTS} steps between jumps."
             )

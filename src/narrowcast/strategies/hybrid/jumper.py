@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.numerics.parts import nearest
 from narrowcast.precision.dtensor import as_sharded
 from narrowcast.precision.step.prepared import Prepared
@@ -147,7 +147,7 @@ class Jumper:
     def _losses(self, losses: Losses) -> list[float]:
         values = [float(loss) for loss in losses()]
         if len(values) != self._batches:
-            raise RecipeError(
+            raise ConfigError(
                 f"A jump is judged on {self._batches} micro-batches, got {len(values)} losses. "
                 "Return one loss per micro-batch."
             )
@@ -156,7 +156,7 @@ class Jumper:
     def _read(self) -> list[Tensor]:
         """Return every weight in fp32, with every digit of its master weight."""
         weights = self._engine.weights
-        weights.ownership.refuse_swapped_in(doing="a jump")
+        weights.ownership.check_not_swapped(doing="a jump")
         return [weights.full(p).float() for p in weights.all]
 
     def _write(self, values: Sequence[Tensor]) -> None:
@@ -173,7 +173,7 @@ class Jumper:
         """Return all tensors that hold weights: working weights and master weights."""
         weights = self._engine.weights
         masters = weights.masters
-        extra = [masters.beside(i) for i in range(len(masters.parameters))]
+        extra = [masters.residual(i) for i in range(len(masters.parameters))]
         return [*(p.detach() for p in weights.all), *(t for t in extra if t is not None)]
 
     @contextlib.contextmanager
@@ -194,7 +194,7 @@ def judge(before: Sequence[float], after: Sequence[float], *, scale: float = WHO
     """
     pairs = len(before)
     if pairs != len(after) or pairs < FEWEST_PAIRS:
-        raise RecipeError(
+        raise ConfigError(
             f"A jump needs {FEWEST_PAIRS} or more pairs of losses, got {pairs} before and "
             f"{len(after)} after it."
         )

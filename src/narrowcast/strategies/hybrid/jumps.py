@@ -8,8 +8,8 @@ from itertools import islice
 from typing import Any, final
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError
-from narrowcast.hardware.randomness import randomness_kept
+from narrowcast.errors import ConfigError
+from narrowcast.hardware.randomness import preserve_rng
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord, Record, StepRecord, StrategyRecord
@@ -84,7 +84,7 @@ class JumpCourse:
 
         task, recipe, device = self._task, self._recipe, self._prepared.engine.weights.device
         with (
-            randomness_kept(device),
+            preserve_rng(device),
             BatchStream(
                 task.train_data,
                 recipe.batch_size,
@@ -125,7 +125,8 @@ class JumpCourse:
             "jumps tried": float(account.tried),
             "jumps accepted": float(account.accepted),
             "forward passes spent": account.spent,
-            "step equivalents": steps + account.spent / (STEP_COST * self._recipe.accumulate),
+            "step equivalents": steps
+            + account.spent / (STEP_COST * self._recipe.gradient_accumulation_steps),
             "divergences": float(self._divergences),
             "history bytes": float(self._jumper.history.bytes()),
         }
@@ -150,7 +151,7 @@ class JumpCourse:
         with in_eval_mode(model):
             for batch in batches:
                 (one,) = self._task.as_one_step([batch])
-                with self._prepared.compute():
+                with self._prepared.autocast():
                     losses.append(self._losses.of(model, one).total.detach())
         return [float(loss) for loss in losses]
 
@@ -167,7 +168,9 @@ def snapshot_interval(recipe: Recipe) -> int:
 
 def jump_budget(recipe: Recipe) -> float:
     """Return the forward passes that the jumps of a run may cost."""
-    return recipe.strategy.jumps.budget * recipe.steps * STEP_COST * recipe.accumulate
+    return (
+        recipe.strategy.jumps.budget * recipe.steps * STEP_COST * recipe.gradient_accumulation_steps
+    )
 
 
 def check_first_jump(recipe: Recipe) -> None:
@@ -178,7 +181,7 @@ def check_first_jump(recipe: Recipe) -> None:
     while first <= (FEWEST_SNAPSHOTS - 1) * snapshot_interval(recipe):
         first += full_steps
     if first >= recipe.steps:
-        raise RecipeError(
+        raise ConfigError(
             f"strategy.preset=aggressive cannot try a jump before step {first}, got "
             f"steps={recipe.steps}. Write steps={2 * first} or more, a shorter "
             "strategy.phases.warmup_steps or full_steps, or strategy.preset=balanced."
@@ -188,7 +191,7 @@ def check_first_jump(recipe: Recipe) -> None:
         share = math.ceil(1000 * cost * strategy.jumps.budget / budget) / 1000
         steps = math.ceil(cost * recipe.steps / budget)
         larger = f"strategy.jumps.budget={share:g} or more, " if share <= 1 else ""
-        raise RecipeError(
+        raise ConfigError(
             f"strategy.preset=aggressive cannot try a jump: one costs up to {cost:g} forward "
             f"passes, and strategy.jumps.budget allows {budget:.4g} in {recipe.steps} steps, got "
             f"strategy.jumps.budget={strategy.jumps.budget:g}. Write {larger}steps={steps} or "

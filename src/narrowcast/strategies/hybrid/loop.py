@@ -2,11 +2,11 @@
 
 run = nc.hybrid(model, optimizer, steps=1000, scheduler=CosineAnnealingLR, policy="bf16")
 for x, y in loader:
-    with run.compute():
+    with run.autocast():
         loss = F.cross_entropy(model(x), y)
     run.step(loss)
-run.read_out(lambda: validation_loss(model))  # what is returned from here on
-model.load_state_dict(run.answer_weights())
+run.select_weights(lambda: validation_loss(model))  # what is returned from here on
+model.load_state_dict(run.eval_state_dict())
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.config.common.strategy import ReadoutSection, StrategySection
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.plan.policy import suggestion
 from narrowcast.precision.step.captured_step import SIGNATURES, CapturedStep
 from narrowcast.precision.step.outcome import Outcome
@@ -46,7 +46,7 @@ def hybrid(
     steps: int,
     preset: Preset = "balanced",
     scheduler: MakeScheduler | None = None,
-    stretch: float = DEFAULTS.stretch,
+    lr_horizon: float = DEFAULTS.lr_horizon,
     half_lives: Sequence[float] = DEFAULTS.readout.half_lives,
     readout_budget: float = DEFAULTS.readout.budget,
     lookahead: Lookahead | None = None,
@@ -55,41 +55,41 @@ def hybrid(
     """Prepare a model for hybrid training in a loop of your own; `settings` are as for `prepare`.
 
     `steps` is how long you mean to train; you may stop earlier. `scheduler` is called with the
-    optimizer and `stretch` times as many steps, so that `CosineAnnealingLR` itself can be given.
+    optimizer and `lr_horizon` times as many steps, so that `CosineAnnealingLR` itself can be given.
     `half_lives` are those of the averages, as shares of `steps`; `readout_budget` is the share of
     the training done that choosing among them may cost, where it is by batches. `conservative`
     keeps averages and leaves the optimizer alone; `balanced` takes gradients at a point ahead
     besides (`lookahead` changes how); `aggressive` lets you try jumps of the weights, too.
     """
     if isinstance(steps, bool) or not isinstance(steps, SupportsIndex) or steps < 1:
-        raise RecipeError(
+        raise ConfigError(
             f"steps={steps!r}: write how many steps you mean to train, a whole number, 1 or more"
         )
     _check_known(settings)
     if settings.get("ema_decay") is not None:
-        raise RecipeError(
+        raise ConfigError(
             "hybrid() keeps averages by itself; leave ema_decay out, and write half_lives=[0.03]"
         )
-    asked = _asked(preset, stretch=stretch, half_lives=half_lives)
-    if scheduler is None and stretch not in (DEFAULTS.stretch, 1):
-        raise RecipeError(
-            f"stretch needs a scheduler to stretch, got stretch={stretch:g} without one. Write "
-            "scheduler=CosineAnnealingLR, or leave stretch out."
+    requested = _strategy_section(preset, lr_horizon=lr_horizon, half_lives=half_lives)
+    if scheduler is None and lr_horizon not in (DEFAULTS.lr_horizon, 1):
+        raise ConfigError(
+            f"lr_horizon needs a scheduler, got lr_horizon={lr_horizon:g} without one. Write "
+            "scheduler=CosineAnnealingLR, or leave lr_horizon out."
         )
     if scheduler is not None and not callable(scheduler):
-        raise RecipeError(
+        raise ConfigError(
             f"scheduler is a {type(scheduler).__name__} that is made already, and it has to be "
             "planned for more steps than the run has; give what makes it of the optimizer and "
             f"their number: scheduler={type(scheduler).__name__}, or lambda optimizer, steps: …"
         )
     budget = ChoosingBudget(share=readout_budget)
-    if lookahead is None and asked.has_lookahead:
+    if lookahead is None and requested.has_lookahead:
         lookahead = Lookahead()
-    made = None if scheduler is None else scheduler(optimizer, round(steps * stretch))
+    made = None if scheduler is None else scheduler(optimizer, round(steps * lr_horizon))
     prepared = prepare(model, optimizer, scheduler=made, lookahead=lookahead, **settings)
     readouts = Readouts(prepared, half_lives=half_lives_in_steps(half_lives, steps), budget=budget)
     jumper = None
-    if asked.has_jumps:
+    if requested.has_jumps:
         budget_passes = DEFAULTS.jumps.budget * steps * STEP_COST
         jumper = Jumper(prepared, every=max(1, steps // 200), budget=budget_passes)
     return HybridRun(prepared, readouts, jumper)
@@ -101,25 +101,27 @@ def _check_known(settings: Mapping[str, Any]) -> None:
     for name in settings:
         if name not in known:
             similar = suggestion(name, {**known, **inspect.signature(hybrid).parameters})
-            raise RecipeError(
+            raise ConfigError(
                 f"hybrid() takes its own arguments and those of prepare(), got {name!r}{similar}. "
                 "Correct its name, or leave it out."
             )
 
 
-def _asked(preset: str, *, stretch: float, half_lives: Any) -> StrategySection:
+def _strategy_section(preset: str, *, lr_horizon: float, half_lives: Any) -> StrategySection:
     """Return the settings as a recipe has them; refuse what a recipe would."""
     if preset not in get_args(Preset):
         known = ", ".join(get_args(Preset))
-        raise RecipeError(f"preset={preset!r}: there is no such preset; write one of {known}")
+        raise ConfigError(f"preset={preset!r}: there is no such preset; write one of {known}")
     try:
-        section = StrategySection(name="hybrid", preset=cast(Any, preset), stretch=stretch)
+        section = StrategySection(name="hybrid", preset=cast(Any, preset), lr_horizon=lr_horizon)
     except ValueError as error:
-        raise RecipeError(f"stretch={stretch!r}: write a number from 1 up, e.g. 1.4") from error
+        raise ConfigError(
+            f"lr_horizon={lr_horizon!r}: write a number from 1 up, e.g. 1.4"
+        ) from error
     try:
         ReadoutSection(half_lives=tuple(half_lives))
     except (TypeError, ValueError) as error:
-        raise RecipeError(
+        raise ConfigError(
             f"half_lives={half_lives!r}: write shares of the run, above 0 and up to 1, e.g. "
             "(0.015, 0.05), or () for none"
         ) from error
@@ -137,9 +139,9 @@ class HybridRun:
         self.model = prepared.model
         self._jumper = jumper
 
-    def compute(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Hold this over the forward pass and the loss."""
-        return self.prepared.compute()
+        return self.prepared.autocast()
 
     def backward(self, loss: Tensor) -> None:
         """Add a loss's gradients to those already there; see `Prepared.backward`."""
@@ -152,12 +154,12 @@ class HybridRun:
         return outcome
 
     def graphed(
-        self, loss_of: Callable[..., Tensor], *, signatures: int = SIGNATURES
+        self, loss_fn: Callable[..., Tensor], *, signatures: int = SIGNATURES
     ) -> CapturedStep:
         """Return what takes whole steps with this loss; see `Prepared.graphed`."""
         return CapturedStep(
             self.prepared.engine,
-            loss_of,
+            loss_fn,
             step=self.prepared.step,
             signatures=signatures,
             after=self._follow,
@@ -169,10 +171,12 @@ class HybridRun:
             self._jumper.observe(outcome.step)
 
     @overload
-    def read_out(self, measure: Callable[[], float], *, better: Better = "lower") -> Choice: ...
+    def select_weights(
+        self, measure: Callable[[], float], *, better: Better = "lower"
+    ) -> Choice: ...
 
     @overload
-    def read_out(
+    def select_weights(
         self,
         measure: Callable[[B], float | Tensor],
         *,
@@ -180,7 +184,7 @@ class HybridRun:
         better: Better = "lower",
     ) -> Choice: ...
 
-    def read_out(
+    def select_weights(
         self,
         measure: Callable[..., float | Tensor],
         *,
@@ -200,11 +204,11 @@ class HybridRun:
         choice, _ = self.readouts.choose_on(batches, measure, better=better)
         return choice
 
-    def answering(self) -> contextlib.AbstractContextManager[None]:
+    def use_eval_weights(self) -> contextlib.AbstractContextManager[None]:
         """Let the model have the answer inside the block: the read-out that was chosen last."""
-        return self.readouts.standing_in()
+        return self.readouts.swapped_in()
 
-    def answer_weights(self) -> dict[str, Tensor]:
+    def eval_state_dict(self) -> dict[str, Tensor]:
         """Return the answer in fp32 by name, which the plain model loads; copies."""
         return self.readouts.weights()
 
@@ -220,7 +224,7 @@ class HybridRun:
                 trained on yet, and returns the loss of each.
         """
         if self._jumper is None:
-            raise RecipeError(
+            raise ConfigError(
                 "jump() needs past weights, got a run without them. Write hybrid(…, "
                 'preset="aggressive").'
             )

@@ -5,18 +5,18 @@ from typing import final
 
 from narrowcast.config.common.strategy import StrategySection
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.precision.plan.phases import PHASES, Phase, PhasePolicies
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord
 from narrowcast.training.phase_plans import plan_recipe_model
 from narrowcast.training.precision_schedule import WHOLE
-from narrowcast.training.setup import loss_scales_of
+from narrowcast.training.setup import make_loss_scales
 from narrowcast.training.task import Task
 
 
-def policies_of(strategy: StrategySection, policy: str) -> Mapping[Phase, str]:
+def phase_policies(strategy: StrategySection, policy: str) -> Mapping[Phase, str]:
     """Return the policy of each phase, as text; `policy` is that of the recipe."""
     match strategy.precision:
         case "policy":
@@ -38,8 +38,8 @@ class PhaseFormats:
 
     def __init__(self, prepared: Prepared, recipe: Recipe, task: Task) -> None:
         self._prepared = prepared
-        self._scale = loss_scales_of(recipe.precision.loss_scale, task)
-        self.texts = policies_of(recipe.strategy, recipe.precision.policy)
+        self._scale = make_loss_scales(recipe.precision.loss_scale, task)
+        self.texts = phase_policies(recipe.strategy, recipe.precision.policy)
         """The policy of each phase, as it was written."""
         self._plans: dict[Phase, Plan] = {}
         if recipe.strategy.has_phase_policies:
@@ -59,7 +59,7 @@ class PhaseFormats:
             return []
         # Only phases with backward passes use a scale, and `full` is the one that comes back.
         keep = self._plans["full"].policy.needs_loss_scale
-        self._prepared.change(plan, loss_scale=self._scale, keep_scale=keep)
+        self._prepared.set_policy(plan, loss_scale=self._scale, keep_scale=keep)
         record = PrecisionRecord(
             # A prediction is between two steps: none is trained in its formats.
             step=step + (phase in ("warmup", "full")),
@@ -79,7 +79,7 @@ class PhaseFormats:
                 hardware=self._prepared.plan.hardware,
                 gemm_rows=gemm_rows,
             )
-            self._prepared.engine.refuse_impossible(plan, loss_scale=self._scale, keep_scale=True)
-        except (RecipeError, UnsupportedError) as error:
+            self._prepared.engine.check_plan_change(plan, loss_scale=self._scale, keep_scale=True)
+        except (ConfigError, UnsupportedError) as error:
             raise type(error)(f"phase {phase} of the strategy: {error}") from error
         return plan

@@ -6,7 +6,7 @@ from narrowcast.config.common_sections import OBEYED_BY
 from narrowcast.config.sections import Recipe
 from narrowcast.precision.plan.phases import PHASES
 from narrowcast.strategies.hybrid.jumps import check_first_jump
-from narrowcast.strategies.hybrid.phase_formats import policies_of
+from narrowcast.strategies.hybrid.phase_formats import phase_policies
 
 STRATEGY = "strategy"
 """What plan.json calls it."""
@@ -24,11 +24,11 @@ def described(recipe: Recipe, *, trained_weights: int) -> dict[str, Any] | None:
         check_first_jump(recipe)
     lead = {"fp32": 4, "bf16": 2}[strategy.lookahead.storage] if strategy.has_lookahead else 0
     averages = len(set(strategy.readout.half_lives))
-    policies = policies_of(strategy, recipe.precision.policy)
+    policies = phase_policies(strategy, recipe.precision.policy)
     return {
         "name": strategy.name,
         "preset": strategy.preset,
-        "told": list(_told(recipe, averages=averages)),
+        "lines": list(_lines(recipe, averages=averages)),
         "bytes": {
             "lookahead": lead * trained_weights,
             "averages": 4 * averages * trained_weights,
@@ -44,16 +44,16 @@ def _momentum(recipe: Recipe) -> str:
     return f", in place of the optimizer's momentum (beta1 0, not {beta1:g})" if has_one else ""
 
 
-def _told(recipe: Recipe, *, averages: int) -> list[str]:
-    strategy, told = recipe.strategy, list[str]()
-    if recipe.lr_schedule.name != "constant" and strategy.stretch != 1:
-        told.append(
-            f"the {recipe.lr_schedule.name} learning rate is planned for {strategy.stretch:g} "
+def _lines(recipe: Recipe, *, averages: int) -> list[str]:
+    strategy, lines = recipe.strategy, list[str]()
+    if recipe.lr_schedule.name != "constant" and strategy.lr_horizon != 1:
+        lines.append(
+            f"the {recipe.lr_schedule.name} learning rate is planned for {strategy.lr_horizon:g} "
             "times the steps, and the run ends before it is down"
         )
     if averages:
         word = "averages" if averages > 1 else "average"
-        told.append(
+        lines.append(
             f"{averages} {word} of the weights, of which the best, or the weights themselves, is "
             f"returned: chosen on held-out batches for {100 * strategy.readout.budget:g}% of the "
             "run's work, or, where the task has none, by an evaluation of each"
@@ -61,18 +61,19 @@ def _told(recipe: Recipe, *, averages: int) -> list[str]:
     if strategy.has_lookahead:
         settings, after = strategy.lookahead, strategy.lookahead_after
         begins = f"after {after} steps " if after else ""
-        told.append(
-            f"{begins}each gradient is taken {settings.pull:g} of the way from the newest weights "
-            f"to their average, which follows at {settings.share:g} a step{_momentum(recipe)}"
+        lines.append(
+            f"{begins}each gradient is taken {settings.interpolation:g} of the way from the "
+            f"newest weights to their average, which moves by {settings.rate:g} per step"
+            f"{_momentum(recipe)}"
         )
     if strategy.has_phase_policies:
-        policies = policies_of(strategy, recipe.precision.policy)
+        policies = phase_policies(strategy, recipe.precision.policy)
         there = PHASES if strategy.has_jumps else PHASES[:2]
-        told.append("formats by phase: " + ", ".join(f"{policies[p]} in {p}" for p in there))
+        lines.append("formats by phase: " + ", ".join(f"{policies[p]} in {p}" for p in there))
     if strategy.has_jumps:
         jumps = strategy.jumps
-        told.append(
+        lines.append(
             f"jumps of the weights along a line, judged on {jumps.micro_batches} batches, for "
             f"{jumps.budget:.0%} of the run's work at most; measured, they rarely pay"
         )
-    return told
+    return lines

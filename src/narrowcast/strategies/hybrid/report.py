@@ -15,7 +15,7 @@ from narrowcast.runs.report_drawing import (
     legend,
     line,
     path,
-    words,
+    text_mark,
 )
 from narrowcast.runs.task_info import Metric, TaskInfo
 
@@ -26,25 +26,25 @@ STRIP = 26.0
 
 def report_sections(records: Sequence[Record], task: TaskInfo) -> list[ReportSection]:
     """Return what hybrid training adds to the report of a run; nothing for plain training."""
-    told = [record for record in records if isinstance(record, StrategyRecord)]
-    if not told:
+    events = [record for record in records if isinstance(record, StrategyRecord)]
+    if not events:
         return []
     html = "".join(
         [
-            _phases(told, records),
-            _readouts(told, task.headline),
-            _compared(told, records, task.headline),
-            _jumps(told),
-            _summed_up(told),
+            _phases(events, records),
+            _readouts(events, task.headline),
+            _compared(events, records, task.headline),
+            _jumps(events),
+            _summed_up(events),
         ]
     )
     return [ReportSection(title="Hybrid training", html=html)]
 
 
-def _phases(told: Sequence[StrategyRecord], records: Sequence[Record]) -> str:
+def _phases(events: Sequence[StrategyRecord], records: Sequence[Record]) -> str:
     """Draw the phases as a strip, with a mark where a jump was tried."""
     last = max((r.step for r in records if isinstance(r, StepRecord)), default=0)
-    begun = [record for record in told if record.event == "phase"]
+    begun = [record for record in events if record.event == "phase"]
     if not begun or not last:
         return ""
     x = Scale(0, last, LEFT, WIDE - RIGHT)
@@ -54,28 +54,28 @@ def _phases(told: Sequence[StrategyRecord], records: Sequence[Record]) -> str:
         box(x(a.step), 4, x(end) - x(a.step), STRIP, fill=colour(names.index(a.phase)), opacity=0.6)
         for a, end in zip(begun, ends, strict=True)
     ]
-    for jump in (record for record in told if record.event == "jump"):
+    for jump in (record for record in events if record.event == "jump"):
         accepted = jump.values.get("accepted") == 1
         marks.append(line(x(jump.step), 0, x(jump.step), STRIP + 8, stroke=colour(4 + accepted)))
     for value, label in x.ticks():
-        marks.append(words(x(value), STRIP + 24, label, anchor="middle"))
+        marks.append(text_mark(x(value), STRIP + 24, label, anchor="middle"))
     alt = "; ".join(f"{r.phase} from step {r.step}" for r in begun[:20])
     about = f"Phases: {alt}"
     strip = drawing(marks, width=WIDE, height=STRIP + 32, alt=about, most=WIDE, least=480)
     shades = [(colour(n), name) for n, name in enumerate(names)]
-    if any(record.event == "jump" for record in told):
+    if any(record.event == "jump" for record in events):
         shades += [(colour(4), "jump rejected"), (colour(5), "jump accepted")]
     return f"<h3>Phases</h3>{strip}{legend(shades)}"
 
 
-def _readouts(told: Sequence[StrategyRecord], metric: Metric) -> str:
+def _readouts(events: Sequence[StrategyRecord], metric: Metric) -> str:
     """Draw the headline of every read-out, and of the plain run where there was one."""
     curves = dict[str, list[tuple[float, float]]]()
-    for record in told:
+    for record in events:
         if record.event == "readout":
             for name, score in record.values.items():
                 curves.setdefault(name, []).append((record.step, score))
-    plain = _plain(told, metric)
+    plain = _plain(events, metric)
     if plain:
         curves["plain training"] = plain
     points = [point for curve in curves.values() for point in curve]
@@ -83,7 +83,7 @@ def _readouts(told: Sequence[StrategyRecord], metric: Metric) -> str:
         return ""
     x = Scale(0, max(a for a, _ in points), LEFT, WIDE - RIGHT)
     y = Scale(min(b for _, b in points), max(b for _, b in points), HIGH - BELOW, TOP)
-    marks = axes(x, y, below="step", beside=metric.name)
+    marks = axes(x, y, x_label="step", y_label=metric.name)
     shades = []
     for number, (name, curve) in enumerate(curves.items()):
         shade = QUIET if name == "plain training" else colour(number)
@@ -91,7 +91,7 @@ def _readouts(told: Sequence[StrategyRecord], metric: Metric) -> str:
         shades.append((shade, name))
     alt = f"{metric.name} of each read-out by step"
     picture = drawing(marks, width=WIDE, height=HIGH, alt=alt, most=WIDE, least=480)
-    chosen = [record for record in told if record.event == "readout"][-1:]
+    chosen = [record for record in events if record.event == "readout"][-1:]
     note = "".join(f"<p>Returned: <b>{escape(r.what)}</b>, {escape(r.why)}.</p>" for r in chosen)
     return f"<h3>Read-outs</h3>{picture}{legend(shades)}{note}"
 
@@ -164,32 +164,32 @@ def _seconds_until(records: Sequence[Record], step: float) -> float:
     )
 
 
-def _compared(told: Sequence[StrategyRecord], records: Sequence[Record], metric: Metric) -> str:
-    plain = [record for record in told if record.event == "baseline"]
+def _compared(events: Sequence[StrategyRecord], records: Sequence[Record], metric: Metric) -> str:
+    plain = [record for record in events if record.event == "baseline"]
     if not plain:
         return ""
-    found = reached(records, metric)
-    return f"<h3>Against plain training</h3><p>{escape(_sentence(found, metric))}</p>"
+    goal = reached(records, metric)
+    return f"<h3>Against plain training</h3><p>{escape(_sentence(goal, metric))}</p>"
 
 
-def _sentence(found: Reached | None, metric: Metric) -> str:
-    if found is None:
+def _sentence(goal: Reached | None, metric: Metric) -> str:
+    if goal is None:
         return f"The plain run has no {metric.name} to compare with."
     begin = (
-        f"The plain run ends with {metric.name} {found.plain:.5g} after {found.plain_steps} steps "
-        f"and {found.plain_seconds:.1f} s in them"
+        f"The plain run ends with {metric.name} {goal.plain:.5g} after {goal.plain_steps} steps "
+        f"and {goal.plain_seconds:.1f} s in them"
     )
-    if found.steps is None:
-        return f"{begin}; this one ends with {found.ended:.5g} and has not reached it."
+    if goal.steps is None:
+        return f"{begin}; this one ends with {goal.ended:.5g} and has not reached it."
     return (
-        f"{begin}. This one was as good at step {found.steps:.0f} after {found.seconds:.1f} s, "
-        f"with {found.steps / found.plain_steps:.0%} of the steps (on a straight line between two "
-        f"evaluations), and ends with {found.ended:.5g}. Evaluations are not counted."
+        f"{begin}. This one was as good at step {goal.steps:.0f} after {goal.seconds:.1f} s, "
+        f"with {goal.steps / goal.plain_steps:.0%} of the steps (on a straight line between two "
+        f"evaluations), and ends with {goal.ended:.5g}. Evaluations are not counted."
     )
 
 
-def _jumps(told: Sequence[StrategyRecord]) -> str:
-    tried = [record for record in told if record.event == "jump"]
+def _jumps(events: Sequence[StrategyRecord]) -> str:
+    tried = [record for record in events if record.event == "jump"]
     if not tried:
         return ""
     rows = "".join(
@@ -201,11 +201,11 @@ def _jumps(told: Sequence[StrategyRecord]) -> str:
     return f"<h3>Jumps</h3><div class='scroll'><table>{head}{rows}</table></div>"
 
 
-def _summed_up(told: Sequence[StrategyRecord]) -> str:
-    found = [record for record in told if record.event == "summary"]
-    if not found:
+def _summed_up(events: Sequence[StrategyRecord]) -> str:
+    summaries = [record for record in events if record.event == "summary"]
+    if not summaries:
         return ""
-    rows = "".join(_rows(found[-1]))
+    rows = "".join(_rows(summaries[-1]))
     return f"<h3>In numbers</h3><div class='scroll'><table>{rows}</table></div>"
 
 
@@ -215,9 +215,9 @@ def _rows(record: StrategyRecord) -> Iterator[str]:
             yield f"<tr><td>{escape(name)}</td><td>{value:,.6g}</td></tr>"
 
 
-def _plain(told: Sequence[StrategyRecord], metric: Metric) -> list[tuple[float, float]]:
+def _plain(events: Sequence[StrategyRecord], metric: Metric) -> list[tuple[float, float]]:
     return [
         (record.values["step"], record.values[metric.name])
-        for record in told
+        for record in events
         if record.event == "baseline" and metric.name in record.values
     ]

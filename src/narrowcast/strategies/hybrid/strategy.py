@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowcast.config.sections import Recipe
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.precision.step.saved_state import put_weights, weights_of
+from narrowcast.precision.step.saved_state import collect_weights, put_weights
 from narrowcast.runs import EvalRecord, Record, StepRecord, StrategyRecord
 from narrowcast.strategies.hybrid.phases import PhaseCourse
 from narrowcast.strategies.hybrid.readout.choice import TRAINED
@@ -83,7 +83,7 @@ class HybridStrategy:
 
     def put_answer(self) -> Mapping[str, Tensor]:
         """Let the model have that read-out; no step is to follow."""
-        answer, state = self.answer(), weights_of(self._prepared.engine)
+        answer, state = self.answer(), collect_weights(self._prepared.engine)
         state["weights"] |= answer
         if state["lookahead"] is not None:  # the weights are the answer now
             leads = [None] * len(state["lookahead"]["leads"])

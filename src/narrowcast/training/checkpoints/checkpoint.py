@@ -26,7 +26,7 @@ from narrowcast.errors import CheckpointError
 from narrowcast.plain_files import read_plain
 from narrowcast.runs.records import CheckpointRecord
 from narrowcast.runs.shape import ANY, misfit
-from narrowcast.runs.writing import remove, remove_leftovers, write_text, written_beside
+from narrowcast.runs.writing import remove, remove_leftovers, write_text, written_atomically
 from narrowcast.training.checkpoints.tensor_file import write_tensors
 from narrowcast.training.checkpoints.tree import flatten, unflatten
 
@@ -76,27 +76,27 @@ def write_snapshot(
     """
     began = time.perf_counter()
     step, tensors = taken.step, taken.tensors
-    path = _path_of(folder, step)
+    path = _checkpoint_path(folder, step)
     last = latest(folder)
     hint = f"{last} is untouched, resume from it" if last else "there is no earlier checkpoint"
-    with written_beside(path, hint=hint) as beside, _checksums(tensors) as checksums:
+    with written_atomically(path, hint=hint) as extra, _checksums(tensors) as checksums:
         _make_ready(folder)
-        beside.mkdir()
-        write_tensors(beside / TENSORS, tensors, metadata={"step": str(step)})
+        extra.mkdir()
+        write_tensors(extra / TENSORS, tensors, metadata={"step": str(step)})
         described = {
             "format": FORMAT,
             "step": step,
-            "bytes": (beside / TENSORS).stat().st_size,
+            "bytes": (extra / TENSORS).stat().st_size,
             "sha256": {"state": _checksum(taken.tree), "tensors": checksums()},
             "state": taken.tree,
         }
-        write_text(beside / STATE, json.dumps(described))
+        write_text(extra / STATE, json.dumps(described))
     until = step if good_until is None else good_until
-    good = [each for each in checkpoints(folder) if step_of(each) <= until]
+    good = [each for each in checkpoints(folder) if checkpoint_step(each) <= until]
     _remove_all_but({path, *good[-keep:]}, folder)
     total = taken.seconds + time.perf_counter() - began
     return CheckpointRecord(
-        step=step, seconds_blocked=taken.seconds, seconds_total=total, bytes=size_of(path)
+        step=step, seconds_blocked=taken.seconds, seconds_total=total, bytes=checkpoint_bytes(path)
     )
 
 
@@ -121,11 +121,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 def checkpoints(folder: Path) -> list[Path]:
     """Return the finished checkpoints in `folder`, oldest first; a file is none."""
     try:
-        found = list(folder.iterdir()) if folder.is_dir() else []
-        named = [path for path in found if _NAME.fullmatch(path.name) and path.is_dir()]
+        matches = list(folder.iterdir()) if folder.is_dir() else []
+        named = [path for path in matches if _NAME.fullmatch(path.name) and path.is_dir()]
     except OSError as error:
         raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
-    return sorted(named, key=step_of)
+    return sorted(named, key=checkpoint_step)
 
 
 def latest(folder: Path) -> Path | None:
@@ -136,17 +136,17 @@ def latest(folder: Path) -> Path | None:
 def is_saved(folder: Path, step: int) -> bool:
     """Say whether the checkpoint of `step` is in `folder`, for all that the disk tells."""
     try:
-        return _path_of(folder, step).is_dir()
+        return _checkpoint_path(folder, step).is_dir()
     except OSError:
         return False
 
 
-def step_of(path: Path) -> int:
+def checkpoint_step(path: Path) -> int:
     """Return the step a checkpoint's name says it was saved at."""
     return int(path.name.removeprefix("step-"))
 
 
-def size_of(path: Path) -> int:
+def checkpoint_bytes(path: Path) -> int:
     """Return the bytes of a checkpoint's files."""
     return sum(file.lstat().st_size for file in (path / STATE, path / TENSORS))
 
@@ -154,7 +154,7 @@ def size_of(path: Path) -> int:
 _NAME = re.compile(r"step-[0-9]{1,18}")
 
 
-def _path_of(folder: Path, step: int) -> Path:
+def _checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
@@ -167,12 +167,12 @@ def _make_ready(folder: Path) -> None:
     remove_leftovers(folder)
 
 
-def _remove_all_but(kept: set[Path], folder: Path) -> None:
+def _remove_all_but(stored: set[Path], folder: Path) -> None:
     """Remove the other checkpoints, those of a course the run has left among them.
 
     One that cannot be removed stays: the new one is written, and that is what counts.
     """
-    for path in set(checkpoints(folder)) - kept:
+    for path in set(checkpoints(folder)) - stored:
         with suppress(OSError):
             remove(path)
 
@@ -182,7 +182,7 @@ def _newest_whole(folder: Path, *, before: Path) -> Path | None:
     if not _NAME.fullmatch(before.name):
         return None
     for path in reversed(checkpoints(folder)):
-        if step_of(path) < step_of(before):
+        if checkpoint_step(path) < checkpoint_step(before):
             try:
                 _load(path)
             except _DamagedError:
@@ -204,8 +204,8 @@ def _load(path: Path) -> dict[str, Any]:
         raise _DamagedError(f"{file} is not readable: {error}") from error
     expected = described["sha256"]["tensors"]
     with _checksums(tensors) as checksums:
-        found = checksums()
-    if changed := sorted(name for name in expected if found.get(name) != expected[name]):
+        results = checksums()
+    if changed := sorted(name for name in expected if results.get(name) != expected[name]):
         raise _DamagedError(f"{file} has other values of {changed[0]} than were written")
     try:
         state = unflatten(described["state"], tensors)
@@ -233,8 +233,8 @@ def _read_state(file: Path) -> dict[str, Any]:
         raise _DamagedError(f"{file} is not readable: {error}") from error
     if not same:
         raise _DamagedError(f"{file} has other values than were written")
-    found: dict[str, Any] = described
-    return found
+    result: dict[str, Any] = described
+    return result
 
 
 _SHAPE = {
@@ -262,8 +262,8 @@ def _checksums(tensors: dict[str, Tensor]) -> Iterator[Callable[[], dict[str, st
     SHA-256 takes longer than the disk: 1.2 s for 1.4 GB where writing and syncing took 0.9 s.
     """
     with ThreadPoolExecutor(thread_name_prefix="checksum") as threads:
-        found = threads.map(_tensor_checksum, tensors.values())
-        yield lambda: dict(zip(tensors, found, strict=True))
+        matched = threads.map(_tensor_checksum, tensors.values())
+        yield lambda: dict(zip(tensors, matched, strict=True))
 
 
 def _tensor_checksum(tensor: Tensor) -> str:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from narrowcast.errors import RecipeError, blamed_on
-from narrowcast.hardware.randomness import randomness_kept, seed_everything
+from narrowcast.errors import ConfigError, blamed_on
+from narrowcast.hardware.randomness import preserve_rng, seed_everything
 from narrowcast.training.data import begin_worker, by_workers, fetch
 from narrowcast.training.task import MapDataset, SampleDataset, Task
 
@@ -56,7 +56,7 @@ class DataIdentity:
         return "" if same else f"it has {self.samples} samples as before, with other values in them"
 
 
-def identity_of(task: Task, *, workers: int = 0) -> DataIdentity:
+def identify_data(task: Task, *, workers: int = 0) -> DataIdentity:
     """Look at the data of `task`: as it identifies itself, or at samples of it.
 
     Data that is in memory is looked at as a whole. Where `workers` will read the data, a process
@@ -69,12 +69,12 @@ def identity_of(task: Task, *, workers: int = 0) -> DataIdentity:
         with blamed_on("data_digest of the task"):
             digest = task.data_digest()
         if not isinstance(digest, str) or not digest:
-            raise RecipeError(
+            raise ConfigError(
                 f"data_digest of the task returned {digest!r}; return a text that is another one "
-                "for other data, e.g. narrowcast.digest_of(array)"
+                "for other data, e.g. narrowcast.fingerprint(array)"
             )
     elif isinstance(data, TensorDataset):
-        digest = digest_of(*data.tensors)
+        digest = fingerprint(*data.tensors)
     elif isinstance(data, list | tuple) and samples <= IN_MEMORY:
         digest = _digest_of_value(list(data))
     else:
@@ -84,7 +84,7 @@ def identity_of(task: Task, *, workers: int = 0) -> DataIdentity:
     return DataIdentity(samples=samples, digest=digest, looked_at=looked_at if digest else NONE)
 
 
-def digest_of(*arrays: NDArray[Any] | Tensor) -> str:
+def fingerprint(*arrays: NDArray[Any] | Tensor) -> str:
     """Return the SHA-256 of the dtypes, shapes and values of arrays, a gigabyte or two a second.
 
     Chunks are hashed side by side, without a copy, and then the hashes of them.
@@ -130,14 +130,14 @@ def _digest_of_some(task: Task, *, workers: int) -> str:
             worker_init_fn=begin_worker,
             generator=torch.Generator(),  # a run draws nothing for this
         )
-        found = list(by_workers(loader))
+        matches = list(by_workers(loader))
     else:
-        with randomness_kept(next(task.model.parameters()).device):
-            found = [look[index] for index in (*indices, *again)]
+        with preserve_rng(next(task.model.parameters()).device):
+            matches = [look[index] for index in (*indices, *again)]
     # Samples that are made anew each time they are read are no mark of the data.
-    if "" in found or found[:READ_AGAIN] != found[shown:]:
+    if "" in matches or matches[:READ_AGAIN] != matches[shown:]:
         return ""
-    return hashlib.sha256("".join(found[:shown]).encode()).hexdigest()
+    return hashlib.sha256("".join(matches[:shown]).encode()).hexdigest()
 
 
 class _Look(Dataset[str]):
@@ -177,7 +177,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
             if isinstance(value, np.ndarray) and value.dtype.hasobject:
                 yield from _pieces(value.tolist())
             else:
-                yield digest_of(value).encode()
+                yield fingerprint(value).encode()
         case Mapping():
             yield f"{{{len(value)} ".encode()
             for key, item in value.items():
@@ -188,7 +188,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
             for item in value:
                 yield from _pieces(item)
         case _ if hasattr(value, "__array_interface__"):  # pictures have it
-            yield digest_of(np.asarray(value)).encode()
+            yield fingerprint(np.asarray(value)).encode()
         case _ if is_dataclass(value) and not isinstance(value, type):
             yield from _pieces([getattr(value, each.name) for each in fields(value)])
         case _:

@@ -13,14 +13,14 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError, RecipeError, blamed_on
+from narrowcast.errors import CheckpointError, ConfigError, blamed_on
 from narrowcast.plain_files import open_plain
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.folder import CHECKPOINTS, RECORDS
 from narrowcast.runs.lock import LOCK
 from narrowcast.runs.peek import peek_json
-from narrowcast.runs.writing import explain_write_error, replace_file, written_beside
+from narrowcast.runs.writing import explain_write_error, replace_file, written_atomically
 from narrowcast.training.checkpoints.tensor_file import write_tensors
 from narrowcast.training.checkpoints.tree import flatten
 from narrowcast.training.task import Task
@@ -38,7 +38,7 @@ class RunEnd:
     """Where a run has ended."""
 
     step: int
-    asked: int
+    requested_steps: int
     """The steps of its recipe."""
     why: str = ""
     """Why it has ended before the last of them."""
@@ -55,14 +55,18 @@ class RunEnd:
         best = {"exported": {"step": self.exported, **self.measured}}
         return {
             "step": self.step,
-            **({"ended_early": self.told} if self.why else {}),
+            **({"ended_early": self.ending_text} if self.why else {}),
             **(best if self.exported else {}),
         }
 
     @property
-    def told(self) -> str:
+    def ending_text(self) -> str:
         """How a run ended that has not done all its steps, in words."""
-        return f"ended early at step {self.step} of {self.asked}: {self.why}" if self.why else ""
+        return (
+            f"ended early at step {self.step} of {self.requested_steps}: {self.why}"
+            if self.why
+            else ""
+        )
 
 
 def write_results(
@@ -79,13 +83,13 @@ def write_results(
     A task may see to the weights by itself. Where it fails at what it writes, they are safe, and
     `narrowcast resume` tries it again.
     """
-    weights = folder / (task.weights_in or WEIGHTS)
+    weights = folder / (task.weights_path or WEIGHTS)
     files = set[Path]()
-    if not task.weights_in:
+    if not task.weights_path:
         export_weights(prepared, weights, best=best)
         files = {weights}
     if task.write_results is not None:
-        safe = folder / CHECKPOINTS if task.weights_in else weights
+        safe = folder / CHECKPOINTS if task.weights_path else weights
         before = _seen(folder)
         with blamed_on(
             f"write_results of the task; the weights are safe in {safe}. Once it is repaired, "
@@ -94,8 +98,9 @@ def write_results(
             task.write_results(folder, prepared)
         files |= {path for path, seen in _seen(folder).items() if before.get(path) != seen}
     if not any(file.is_relative_to(weights) for file in files):
-        raise RecipeError(
-            f"the task's weights_in={task.weights_in!r}, and its write_results has written nothing "
+        raise ConfigError(
+            f"the task's weights_path={task.weights_path!r}, and its write_results has written "
+            "nothing "
             f"to {weights}; the weights are safe in {folder / CHECKPOINTS}. Once it is repaired, "
             f"`{resume_command(folder)}` writes the rest"
         )
@@ -145,8 +150,8 @@ def export_weights(
     """
     tied, weights = tied_names(prepared.model), {**prepared.engine.weights.full_by_name(), **best}
     _, tensors = flatten({name: weights[name] for name in weights if name not in tied})
-    with written_beside(path, hint="the last checkpoint holds the same weights") as beside:
-        write_tensors(beside, tensors, metadata={"format": "pt"})
+    with written_atomically(path, hint="the last checkpoint holds the same weights") as extra:
+        write_tensors(extra, tensors, metadata={"format": "pt"})
 
 
 def tied_names(model: nn.Module) -> set[str]:
@@ -161,14 +166,14 @@ def _seen(folder: Path) -> dict[Path, tuple[int, int]]:
 
     Not of those that others write while the run goes on: records, checkpoints, trackers.
     """
-    found = {}
+    result = {}
     for path in folder.rglob("*"):
         others = path.relative_to(folder).parts[0] in NOT_OF_TASKS
         with contextlib.suppress(OSError):  # gone by now
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and not others:
-                found[path] = (status.st_mtime_ns, status.st_size)
-    return found
+                result[path] = (status.st_mtime_ns, status.st_size)
+    return result
 
 
 def _fingerprint(file: Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class FrozenWeights:
         if self._made is None:
             self._made = checksums(self._by_name().items())
 
-    def left_out_of(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    def split_frozen(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the state of the prepared model without those that still are what they were.
 
         And the checksums of those. One that a hook has written to stays in the state. Waits for the
@@ -53,11 +53,11 @@ class FrozenWeights:
         for name, was in saved.items():
             if (here := self._made.get(name, "")) != was:
                 before, now = (each.rpartition(" ")[0] for each in (was, here))
-                told = f"it was {before} and is {now or 'trained'}"
-                told = told if before != now else "it has other values"
+                message = f"it was {before} and is {now or 'trained'}"
+                message = message if before != now else "it has other values"
                 raise CheckpointError(
                     f"the checkpoint of step {step} does not hold {name}, which is not trained and "
-                    f"is made by the task, and here {told}; give the task what it was made from "
+                    f"is made by the task, and here {message}; give the task what it was made from "
                     "when the run began (the same files, the same seed), or start a new run"
                 )
 
@@ -70,10 +70,10 @@ class FrozenWeights:
     def _by_name(self) -> dict[str, Tensor]:
         trained = set(self._prepared.engine.weights.all)
         # By the names they are saved under: a wrapper may have others for them.
-        kept = self._prepared.model.state_dict(keep_vars=True)
+        stored = self._prepared.model.state_dict(keep_vars=True)
         return {
             name: value
-            for name, value in kept.items()
+            for name, value in stored.items()
             if isinstance(value, nn.Parameter) and not value.requires_grad and value not in trained
         }
 
@@ -81,9 +81,9 @@ class FrozenWeights:
 @torch.no_grad()
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Return dtype, shape and a number made of every bit of each tensor. Waits for the device."""
-    found = {name: (_outline(each), _sum(local_part(each).detach())) for name, each in tensors}
-    sums = iter(torch.stack([s.cpu() for _, s in found.values()]).tolist() if found else [])
-    return {name: f"{outline} {next(sums) % 2**64:016x}" for name, (outline, _) in found.items()}
+    results = {name: (_outline(each), _sum(local_part(each).detach())) for name, each in tensors}
+    sums = iter(torch.stack([s.cpu() for _, s in results.values()]).tolist() if results else [])
+    return {name: f"{outline} {next(sums) % 2**64:016x}" for name, (outline, _) in results.items()}
 
 
 def _outline(tensor: Tensor) -> str:

@@ -29,7 +29,7 @@ def first_difference(a: Any, b: Any, *, where: str = "") -> str | None:
     inside = (
         first_difference(x, y, where=f"{where}/{key}" if where else str(key)) for key, x, y in pairs
     )
-    return next((found for found in inside if found), None)
+    return next((text for text in inside if text), None)
 
 
 def _tensor_difference(a: Tensor, b: Tensor, where: str) -> str | None:

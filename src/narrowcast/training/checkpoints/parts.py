@@ -12,7 +12,7 @@ import torch
 
 from narrowcast.errors import CheckpointError
 from narrowcast.runs.shape import ANY, LARGEST, misfit, unreadable
-from narrowcast.training.checkpoints.checkpoint import step_of
+from narrowcast.training.checkpoints.checkpoint import checkpoint_step
 
 _COUNTS = ("step", "batches", "evaluated")
 _NUMBERS = [(int, float)]
@@ -65,7 +65,7 @@ def require_run_state(state: dict[str, Any], path: Path) -> None:
     if not wrong:
         small = all(0 <= state[name] < LARGEST for name in _COUNTS)
         wrong = None if small else f"no run has counts of {', '.join(_COUNTS)} like these"
-    if not wrong and state["step"] != step_of(path):
+    if not wrong and state["step"] != checkpoint_step(path):
         wrong = f"it is of step {state['step']}"
     if wrong:
         raise CheckpointError(
@@ -75,7 +75,7 @@ def require_run_state(state: dict[str, Any], path: Path) -> None:
 
 
 @contextmanager
-def part_of(step: int, name: str) -> Iterator[None]:
+def blamed_on_part(step: int, name: str) -> Iterator[None]:
     """Say of which part of the checkpoint of `step` it is, where that cannot be taken up."""
     try:
         yield

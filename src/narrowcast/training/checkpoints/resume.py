@@ -8,7 +8,7 @@ from torch import nn
 from narrowcast.errors import CheckpointError
 from narrowcast.runs import CheckpointRecord, Record, RunFolder
 from narrowcast.runs.folder import RECORDS
-from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, size_of
+from narrowcast.training.checkpoints.checkpoint import checkpoint_bytes, latest, load_checkpoint
 from narrowcast.training.checkpoints.parts import require_run_state
 from narrowcast.training.checkpoints.records_identity import is_as_written
 
@@ -47,7 +47,7 @@ def rewind_to(run: RunFolder, state: dict[str, Any] | None) -> list[Record]:
     if path is not None and not recorded:
         # How long it took is not known any more.
         unknown = math.nan
-        size = size_of(path)
+        size = checkpoint_bytes(path)
         saved = CheckpointRecord(
             step=step, seconds_blocked=unknown, seconds_total=unknown, bytes=size
         )

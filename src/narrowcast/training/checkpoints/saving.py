@@ -28,7 +28,7 @@ class _Writing:
     taken: Snapshot
     good_until: int
     written: Future[CheckpointRecord]
-    told: bool
+    reported: bool
     """Whether there is a record of this step already."""
 
 
@@ -65,14 +65,16 @@ class Saving:
         good_until = self._vital_signs.good_until(step)  # part of the state
         state = self._state.captured(progress) | {"records": self._records.upto_now(home)}
         taken = take_snapshot(step, state=state, copied=self._thread is not None)
-        told, self.last = self.last == step, step
-        folder, kept = home / "checkpoints", {"keep": self._keep, "good_until": good_until}
+        message, self.last = self.last == step, step
+        folder, stored = home / "checkpoints", {"keep": self._keep, "good_until": good_until}
         if self._thread is not None:
-            written = self._thread.submit(write_snapshot, folder, taken, **kept)
-            self._writing = _Writing(taken=taken, good_until=good_until, written=written, told=told)
+            written = self._thread.submit(write_snapshot, folder, taken, **stored)
+            self._writing = _Writing(
+                taken=taken, good_until=good_until, written=written, reported=message
+            )
             return
-        record = write_snapshot(folder, taken, **kept)
-        if not told:
+        record = write_snapshot(folder, taken, **stored)
+        if not message:
             yield replace(record, seconds_blocked=record.seconds_total)
 
     def arrived(self) -> Iterator[Record]:
@@ -95,7 +97,7 @@ class Saving:
             record = write_snapshot(
                 folder, writing.taken, keep=self._keep, good_until=writing.good_until
             )
-        if not writing.told:
+        if not writing.reported:
             yield record
 
     def save_if_lacking(self, progress: Progress) -> Iterator[Record]:

@@ -14,7 +14,7 @@ MAY_CHANGE = (
     "steps",
     "epochs",
     "device",
-    "memory.checkpoint",
+    "memory.activation_checkpointing",
     "memory.offload",
     "memory.blocks",
     "checkpoint.every",
@@ -68,7 +68,7 @@ def decisive_differences(
     ]
 
 
-def told(keys: list[str], saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def difference_text(keys: list[str], saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Write differences in one line: what the checkpoint has, and what there is here."""
     each = [
         f"{key} is {_shown(saved, key)} in the checkpoint and {_shown(here, key)} here"

@@ -16,8 +16,8 @@ def flatten(state: Any, *, copied: bool = False) -> tuple[Any, dict[str, Tensor]
     Tensors that are the same memory are kept once. `copied`: none of them is that of the state, so
     that the state may go on changing. Waits for the device.
     """
-    kept = _Kept(copied=copied)
-    return _flatten(state, kept, path=()), kept.tensors
+    stored = _SavedTensors(copied=copied)
+    return _flatten(state, stored, path=()), stored.tensors
 
 
 def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
@@ -62,7 +62,7 @@ def _item(item: Any, tensors: dict[str, Tensor]) -> tuple[str | int, Any]:
     raise ValueError("$dict holds something that is no key with its value")
 
 
-class _Kept:
+class _SavedTensors:
     """The tensors met so far: each memory once, each under a name of its own."""
 
     def __init__(self, *, copied: bool) -> None:
@@ -71,7 +71,7 @@ class _Kept:
         self._names: dict[tuple[object, ...], str] = {}
         self._storages: set[int] = set()
 
-    def name_of(self, tensor: Tensor, path: tuple[object, ...]) -> str:
+    def unique_name(self, tensor: Tensor, path: tuple[object, ...]) -> str:
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and memory in self._names:
             return self._names[memory]
@@ -90,21 +90,21 @@ class _Kept:
         return name
 
 
-def _flatten(state: Any, kept: _Kept, path: tuple[object, ...]) -> Any:
+def _flatten(state: Any, saved: _SavedTensors, path: tuple[object, ...]) -> Any:
     match state:
         case None | bool() | str() | int():
             return state
         case float():
             return float(state) if math.isfinite(state) else {"$float": str(float(state))}
         case Tensor():
-            return {"$tensor": kept.name_of(state, path)}
+            return {"$tensor": saved.unique_name(state, path)}
         case list():
-            return [_flatten(item, kept, (*path, i)) for i, item in enumerate(state)]
+            return [_flatten(item, saved, (*path, i)) for i, item in enumerate(state)]
         case tuple():
-            return {"$tuple": [_flatten(item, kept, (*path, i)) for i, item in enumerate(state)]}
+            return {"$tuple": [_flatten(item, saved, (*path, i)) for i, item in enumerate(state)]}
         case dict():
             items = [
-                (_checked_key(key, path), _flatten(value, kept, (*path, key)))
+                (_checked_key(key, path), _flatten(value, saved, (*path, key)))
                 for key, value in state.items()
             ]
             if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):

@@ -15,14 +15,14 @@ import torch
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import (
     CheckpointError,
+    ConfigError,
     DivergedError,
     NarrowcastError,
-    RecipeError,
     UnsupportedError,
 )
-from narrowcast.hardware import probe
+from narrowcast.hardware import detect_hardware
 from narrowcast.runs import Record, RunFolder, StepRecord, from_line, same_trajectory, to_line
-from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, step_of
+from narrowcast.training.checkpoints.checkpoint import checkpoint_step, latest, load_checkpoint
 from narrowcast.training.checkpoints.export import exported_tensors
 from narrowcast.training.checkpoints.identity import first_difference
 
@@ -51,7 +51,7 @@ class ResumeCheck:
 
 def verify_resume(
     recipe: Recipe,
-    words: Sequence[str],
+    overrides: Sequence[str],
     *,
     folder: Path,
     seed: int = 0,
@@ -66,17 +66,17 @@ def verify_resume(
     every = max(recipe.steps // 5, 1)
     if recipe.eval.patience:  # it may be over soon
         every = min(every, recipe.eval.every)
-    words = [word for word in words if not word.startswith("checkpoint.every=")]
-    on_gpu = torch.device(probe(recipe.device).device).type == "cuda"
-    if on_gpu and not any(word.startswith("deterministic=") for word in words):
+    overrides = [word for word in overrides if not word.startswith("checkpoint.every=")]
+    on_gpu = torch.device(detect_hardware(recipe.device).device).type == "cuda"
+    if on_gpu and not any(word.startswith("deterministic=") for word in overrides):
         # The fast kernels of a GPU differ from one run to the next, killed or not.
-        words.append("deterministic=true")
-    train = [*command, "train", *words, f"checkpoint.every={every}", "--out"]
+        overrides.append("deterministic=true")
+    train = [*command, "train", *overrides, f"checkpoint.every={every}", "--out"]
     straight, resumed = folder / "straight", folder / "resumed"
     folder.mkdir(parents=True, exist_ok=True)
     _finish([*train, str(straight)], log=folder / "straight.log")
     last = latest(straight / "checkpoints")
-    steps = recipe.steps if last is None else step_of(last)
+    steps = recipe.steps if last is None else checkpoint_step(last)
     # After a checkpoint there is something to resume from; and a process is killed a moment after
     # the step that was waited for, by when it must not have ended.
     chosen = random.Random(seed).randint(every, max(steps * 3 // 4, every))
@@ -86,7 +86,7 @@ def verify_resume(
     return ResumeCheck(
         steps=steps,
         killed_after=killed_after,
-        resumed_from=step_of(checkpoint) if checkpoint else 0,
+        resumed_from=checkpoint_step(checkpoint) if checkpoint else 0,
         difference=difference_between(straight, resumed),
     )
 
@@ -98,8 +98,8 @@ def difference_between(a: Path, b: Path, *, but: Collection[str] = ()) -> str | 
     which say how long each step took.
     """
     with RunFolder.open(a) as one, RunFolder.open(b) as other:
-        if found := _record_difference(one.records(), other.records()):
-            return found
+        if text := _record_difference(one.records(), other.records()):
+            return text
         last = [latest(run.checkpoints) for run in (one, other)]
     if last[0] is None or last[1] is None:
         return "one of the runs has no checkpoint"
@@ -165,7 +165,7 @@ def _follow(records: Path, last: int, read: int) -> tuple[int, int]:
 
 def _failure(code: int, log: Path) -> NarrowcastError:
     kinds: dict[int, type[NarrowcastError]] = {
-        RecipeError.exit_code: RecipeError,
+        ConfigError.exit_code: ConfigError,
         UnsupportedError.exit_code: UnsupportedError,
         DivergedError.exit_code: DivergedError,
     }

@@ -19,9 +19,9 @@ from narrowcast.errors import CheckpointError
 from narrowcast.plain_files import open_plain
 from narrowcast.precision.nested import map_tensors
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.precision.step.saved_state import put_weights, weights_of
-from narrowcast.runs.writing import written_beside
-from narrowcast.training.checkpoints.checkpoint import checkpoints, step_of
+from narrowcast.precision.step.saved_state import collect_weights, put_weights
+from narrowcast.runs.writing import written_atomically
+from narrowcast.training.checkpoints.checkpoint import checkpoint_step, checkpoints
 from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.tensor_file import write_tensors
 from narrowcast.training.checkpoints.tree import flatten, unflatten
@@ -52,19 +52,19 @@ class BestWeights:
         """
         if not self._wanted:
             return
-        now = weights_of(self._prepared.engine)
+        now = collect_weights(self._prepared.engine)
         now["weights"] |= answer()
         # What nobody trains is there at the end; what training may move is kept with every digit.
-        state, _ = self._frozen.left_out_of(now)
+        state, _ = self._frozen.split_frozen(now)
         if self._home is None:
             self._held = map_tensors(state, lambda tensor: tensor.detach().cpu().clone())
         else:
             home = self._home.path()
-            self._sha256 = _write(_path_of(home, step), state)
+            self._sha256 = _write(_weights_path(home, step), state)
             _remove_useless(home, before=self.step, now=step)
         self.step = step
 
-    def put_in_place(self) -> dict[str, Tensor]:
+    def load_into_model(self) -> dict[str, Tensor]:
         """Let the model have them; return them by name, with every digit they had."""
         if not self.step:
             return {}
@@ -95,7 +95,7 @@ class BestWeights:
             return
         if self._home is None:
             raise CheckpointError("the best weights are in the run's folder; give folder=")
-        self._require_whole(_path_of(self._home.path(), self.step))
+        self._require_whole(_weights_path(self._home.path(), self.step))
 
     def _require_whole(self, file: Path) -> None:
         try:
@@ -109,7 +109,7 @@ class BestWeights:
             )
 
     def _read(self, home: Home) -> dict[str, Any]:
-        file = _path_of(home.path(), self.step)
+        file = _weights_path(home.path(), self.step)
         self._require_whole(file)
         try:
             with safe_open(file, framework="pt") as opened:
@@ -121,18 +121,18 @@ class BestWeights:
         return state
 
 
-def _path_of(home: Path, step: int) -> Path:
+def _weights_path(home: Path, step: int) -> Path:
     return home / FOLDER / f"step-{step:06d}.safetensors"
 
 
 def _write(file: Path, state: dict[str, Any]) -> str:
     """Write a file, whole or not at all, and return its digest."""
     tree, tensors = flatten(state)
-    with written_beside(file, hint="the last checkpoint is untouched") as beside:
+    with written_atomically(file, hint="the last checkpoint is untouched") as extra:
         file.parent.mkdir(parents=True, exist_ok=True)
         # One entry: of several, safetensors writes whichever first, and bytes would differ.
-        write_tensors(beside, tensors, metadata={"tree": json.dumps(tree)})
-        return _digest(beside)
+        write_tensors(extra, tensors, metadata={"tree": json.dumps(tree)})
+        return _digest(extra)
 
 
 def _digest(file: Path) -> str:
@@ -149,11 +149,11 @@ def _remove_useless(home: Path, *, before: int, now: int) -> None:
     """
     with suppress(OSError):
         named = [(_NAME.fullmatch(path.name), path) for path in (home / FOLDER).iterdir()]
-        found = {int(match[1]): path for match, path in named if match}
-        own = sorted(step for step in found if step <= before)
+        results = {int(match[1]): path for match, path in named if match}
+        own = sorted(step for step in results if step <= before)
         needed = {now}
-        for saved in map(step_of, checkpoints(home / "checkpoints")):
+        for saved in map(checkpoint_step, checkpoints(home / "checkpoints")):
             needed.update([step for step in own if step <= saved][-1:])
             needed.update([step for step in own if step < saved][-1:])
-        for step in found.keys() - needed:
-            found[step].unlink(missing_ok=True)
+        for step in results.keys() - needed:
+            results[step].unlink(missing_ok=True)

@@ -12,11 +12,11 @@ from narrowcast.training.checkpoints.export import RunEnd
 
 def run_end(stopping: "EarlyStopping", recipe: Recipe, *, step: int) -> RunEnd:
     """Return how a run ends at `step`, and with the weights of which."""
-    asked, best = recipe.steps, stopping.improvement
+    requested, best = recipe.steps, stopping.improvement
     return RunEnd(
         step=step,
-        asked=asked,
-        why=stopping.why if step < asked else "",
+        requested_steps=requested,
+        why=stopping.why if step < requested else "",
         exported=best.best_step if recipe.eval.keep_best else 0,
         measured={stopping.metric.name: best.best},
         extendable=not recipe.depends_on_steps,

@@ -36,7 +36,7 @@ def compiled(model: nn.Module, recipe: Recipe) -> nn.Module:
     return model
 
 
-def refuse_untraceable(plan: Plan, recipe: Recipe) -> None:
+def check_traceable(plan: Plan, recipe: Recipe) -> None:
     """Refuse to compile what would lose gradients with this torch, or keep less than was asked."""
     emulated = plan.emulated or any(module.how == "emulated" for module in plan.modules)
     if recipe.compile and emulated and not TRACED_RIGHTLY:
@@ -45,8 +45,10 @@ def refuse_untraceable(plan: Plan, recipe: Recipe) -> None:
             "emulated products; write compile=false, use torch 2.13, or a policy that this machine "
             "multiplies natively"
         )
-    if recipe.compile and plan.memory.asked.checkpoint == "selective":
+    if recipe.compile and plan.memory.requested.activation_checkpointing == "selective":
         raise UnsupportedError(
-            "compile=true: memory.checkpoint=selective keeps the results of single products, which "
-            "a compiled block does not show; write memory.checkpoint=blocks, or compile=false"
+            "compile=true: memory.activation_checkpointing=selective keeps the results of single "
+            "products, which "
+            "a compiled block does not show; write memory.activation_checkpointing=blocks, or "
+            "compile=false"
         )

@@ -46,14 +46,14 @@ class Attempt:
             loss=loss,
             loss_scale=outcome.loss_scale,
             applied=applied,
-            why=why,
+            skip_reason=why,
             grad_norm=outcome.grad_norm,
             lr=outcome.lr,
             lost_updates=outcome.lost_updates,
             items=self.items,
             seconds=seconds,
             peak_bytes=peak_bytes(self.device),
-            parts=dict(zip(parts, each, strict=True)),
+            loss_parts=dict(zip(parts, each, strict=True)),
         )
 
     @property
@@ -72,7 +72,7 @@ class InFlight:
         """Take who looks into steps that went wrong, and the names of the parts of the loss."""
         self._prepared, self._investigator, self._parts = prepared, investigator, parts
         self._unread: deque[Attempt] = deque()
-        self._found: list[FindingRecord] = []
+        self._findings: list[FindingRecord] = []
 
     def __len__(self) -> int:
         return len(self._unread)
@@ -90,26 +90,26 @@ class InFlight:
         outcome = attempt.outcome
         applied = outcome.applied  # waits, so the clock is read after it
         now, losses = time.perf_counter(), attempt.losses.wait().tolist()
-        told = self._investigator.account(
+        message = self._investigator.account(
             attempt.step,
             outcome,
             loss=losses[0],
             replay_inputs=attempt.replay_inputs,
             moved=partial(self._has_moved_since, attempt),
-            known=self._found_upto(attempt.step),
+            known=self._findings_upto(attempt.step),
         )
         record = attempt.record(
-            losses, applied=applied, why=told.why, seconds=now - since, parts=self._parts
+            losses, applied=applied, why=message.why, seconds=now - since, parts=self._parts
         )
-        return record, told, now
+        return record, message, now
 
     def _has_moved_since(self, attempt: Attempt) -> bool:
         """Say whether the weights are not those of an attempt any more. Waits for the device."""
         return any(each.outcome.applied for each in (attempt, *self._unread))
 
-    def _found_upto(self, step: int) -> list[FindingRecord]:
+    def _findings_upto(self, step: int) -> list[FindingRecord]:
         """Return what the step log has found up to a step; it may know of later ones already."""
-        self._found += self._prepared.findings()
-        now = [each for each in self._found if each.step <= step]
-        self._found = self._found[len(now) :]
+        self._findings += self._prepared.findings()
+        now = [each for each in self._findings if each.step <= step]
+        self._findings = self._findings[len(now) :]
         return now

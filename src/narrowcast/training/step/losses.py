@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError, blamed_on
+from narrowcast.errors import ConfigError, blamed_on
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.training.task import Batch, LossParts, Task
 
@@ -29,7 +29,7 @@ class Losses:
         if isinstance(loss, Tensor):
             loss = LossParts(total=loss)
         if not isinstance(loss, LossParts):
-            raise RecipeError(
+            raise ConfigError(
                 f"the task's loss returned a {type(loss).__name__}; return a tensor without "
                 "dimensions, or LossParts(total=…, parts={…})"
             )
@@ -37,13 +37,13 @@ class Losses:
             is_tensor = isinstance(value, Tensor)
             if not is_tensor or value.dim():
                 what = f"has the shape {tuple(value.shape)}" if is_tensor else f"is {value!r}"
-                raise RecipeError(
+                raise ConfigError(
                     f"{name} of the task {what}; return a tensor without dimensions, e.g. its "
                     ".mean()"
                 )
         declared = self._task.info.loss_parts
         if set(loss.parts) != set(declared):
-            raise RecipeError(
+            raise ConfigError(
                 f"the task's loss has the parts {', '.join(loss.parts) or 'none'}, and "
                 f"info.loss_parts declares {', '.join(declared) or 'none'}; give both the same "
                 "names"
@@ -71,7 +71,9 @@ class Losses:
         """Return the means of detached losses: of the whole, then of each part; on the device."""
         names = self._task.info.loss_parts
         rows = [
-            torch.stack([each.float().reshape(()) for each in (loss.total, *_of(loss, names))])
+            torch.stack(
+                [each.float().reshape(()) for each in (loss.total, *_named_losses(loss, names))]
+            )
             for loss in losses
         ]
         # A mean of one is a launch for nothing.
@@ -86,7 +88,7 @@ class Losses:
         parts = torch.stack([loss.parts[name].detach().float() for name in named]).sum()
         # One that is not finite is the guard's to deal with.
         if bool(((total - parts).abs() > CLOSE * total.abs()) & total.isfinite()):
-            raise RecipeError(
+            raise ConfigError(
                 f"the parts {', '.join(named)}, which are scaled and trained by themselves, add up "
                 f"to {parts.item():g}, and the total is {total.item():g}; name all parts of the "
                 "total in scaled_losses, each with its weight in it"
@@ -97,5 +99,5 @@ def _share(loss: Tensor, micro_batches: int) -> Tensor:
     return loss if micro_batches == 1 else loss / micro_batches
 
 
-def _of(loss: LossParts, names: Sequence[str]) -> list[Tensor]:
+def _named_losses(loss: LossParts, names: Sequence[str]) -> list[Tensor]:
     return [loss.parts[name] for name in names]

@@ -16,7 +16,7 @@ from narrowcast.health.faults.faults import StepFaults
 from narrowcast.precision.step.cuda_graph import Between, GraphedStep, unsupported_reason
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.training.step.compiling import compiled, refuse_untraceable
+from narrowcast.training.step.compiling import check_traceable, compiled
 from narrowcast.training.step.losses import Losses
 from narrowcast.training.task import Batch, LossParts, Task
 
@@ -33,7 +33,7 @@ class Stepper:
         self._prepared, self._task, self._recipe = prepared, task, recipe
         self.losses = Losses(prepared, task)
         self._again: LossParts | None = None
-        refuse_untraceable(prepared.plan, recipe)
+        check_traceable(prepared.plan, recipe)
         self._model = compiled(prepared.model, recipe)
         self._graphed: GraphedStep | None = None
         self.drop_graphs()
@@ -43,7 +43,7 @@ class Stepper:
         """The model, compiled if the recipe asks for it."""
         return self._model
 
-    def loss_of(self, batch: Batch) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, for a step that is taken again; `backward` goes with it."""
         self._again = self.losses.of(self._model, batch)
         return self._again.total
@@ -95,7 +95,7 @@ class Stepper:
 
     def _pass(self, batch: Batch, *, micro_batches: int) -> LossParts:
         """Go forward and backward once; nothing of the graph is kept for the next."""
-        with self._prepared.compute():
+        with self._prepared.autocast():
             loss = self.losses.of(self._model, batch)
         self.losses.backward(loss, micro_batches=micro_batches)
         return loss.detached()
@@ -118,7 +118,7 @@ def _wants_graph(prepared: Prepared, task: Task, recipe: Recipe) -> bool:
     why = unsupported_reason(prepared.engine)
     if recipe.deterministic and not why:
         why = "deterministic kernels may wait for the host"
-    if recipe.faults and not why:
+    if recipe.fault_injection and not why:
         why = "a captured step is the same every time, and faults are not"
     if task.edits_gradients and prepared.loss_scale is not None and not why:
         why = "a hook of the task edits gradients, which the host must first divide by the scale"
@@ -128,5 +128,5 @@ def _wants_graph(prepared: Prepared, task: Task, recipe: Recipe) -> bool:
         )
     small = sum(p.numel() for p in prepared.model.parameters()) <= LARGEST_CAPTURED
     # Who saves memory wants none held by a graph, and random numbers cannot be drawn again in one.
-    small = small and prepared.plan.memory.asked.checkpoint == "none"
+    small = small and prepared.plan.memory.requested.activation_checkpointing == "none"
     return not why and (recipe.cuda_graph or (recipe.cuda_graph is None and small))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
 from narrowcast.workloads.decompose.components.sites import Site, find_sites
 from narrowcast.workloads.decompose.importance.functions import build_importance
@@ -41,7 +41,7 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
 
     On the meta device only shapes count.
     """
-    _refuse_checkpoints(recipe)
+    _check_checkpointing(recipe)
     if device.type != "meta":
         # What cannot be is refused before a toy is trained, or a large model loaded.
         build_parts(recipe, device=torch.device("meta"))
@@ -52,13 +52,15 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     return Parts(subject=subject, model=model.to(device), losses=losses)
 
 
-def _refuse_checkpoints(recipe: Recipe) -> None:
+def _check_checkpointing(recipe: Recipe) -> None:
     """Refuse to compute blocks again when their pass is over, and its masks with it."""
-    asked = recipe.memory.checkpoint
-    if asked != "none":
-        raise RecipeError(
-            f"memory.checkpoint={asked}: a block that the backward pass computes again would be "
-            "the target's, without the masks of its pass; write memory.checkpoint=none, and "
+    requested = recipe.memory.activation_checkpointing
+    if requested != "none":
+        raise ConfigError(
+            f"memory.activation_checkpointing={requested}: a block that the backward pass computes "
+            "again would be "
+            "the target's, without the masks of its pass; write "
+            "memory.activation_checkpointing=none, and "
             "recompute=true for terms of the loss, such as losses.stochastic.recompute=true"
         )
 
@@ -67,20 +69,20 @@ def _trained(
     recipe: Recipe, subject: ToySubject | LanguageSubject
 ) -> tuple[DecompositionModel, list[Loss]]:
     settings, how = recipe.section(DecompositionSection), recipe.section(ImportanceSection)
-    asked = recipe.section(SitesSection)
-    sites = find_sites(subject.target, *_patterns(asked, subject.sites))
+    request = recipe.section(SitesSection)
+    sites = find_sites(subject.target, *_patterns(request, subject.sites))
     decomposition = Decomposition(
         subject.target,
         sites,
         seeds=settings.seeds,
-        tied=_tied(asked, sites, subject),
+        tied=_tied(request, sites, subject),
         output=subject.output,
     )
     importance = build_importance(
         how.kind, sites, seeds=settings.seeds, hidden=how.hidden, width=how.width,
         blocks=how.blocks, heads=how.heads,
     )  # fmt: skip
-    losses = losses_of(recipe.section(LossesSection))
+    losses = make_losses(recipe.section(LossesSection))
     reading = Reading(
         divergence=subject.divergence if settings.divergence == "auto" else settings.divergence,
         batch_dim=subject.batch_dim,
@@ -103,48 +105,50 @@ def _trained(
     return model, losses
 
 
-def losses_of(section: LossesSection) -> list[Loss]:
+def make_losses(section: LossesSection) -> list[Loss]:
     """Return the terms that a recipe gives a coefficient."""
-    asked = []
+    requested = []
     for name, term in section.chosen.items():
         kind, routing = name, {}
         for end in ROUTED:
             if name.endswith(f"_{end}"):
                 kind = name.removesuffix(f"_{end}")
                 routing = {} if end == "subset" else {"routing": end}
-        asked.append((kind, {**term.model_dump(), **routing}))
-    return build_losses(asked)
+        requested.append((kind, {**term.model_dump(), **routing}))
+    return build_losses(requested)
 
 
-def _patterns(asked: SitesSection, own: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+def _patterns(
+    requested: SitesSection, own: Mapping[str, int]
+) -> tuple[dict[str, int], dict[str, int]]:
     """Return how many components modules are given by glob, and identities before others."""
-    patterns = asked.patterns or dict(own)
-    if not patterns and not asked.identities:
-        raise RecipeError(
+    patterns = requested.patterns or dict(own)
+    if not patterns and not requested.identities:
+        raise ConfigError(
             "sites.names is empty, and this target has none of its own; write e.g. "
             "sites.names=[model.layers.*.mlp.up_proj] sites.components=512"
         )
-    if not asked.names and asked.components is not None:
-        if isinstance(asked.components, tuple):
-            raise RecipeError("sites.components has a number for each of sites.names; name them")
-        patterns = dict.fromkeys(patterns, asked.components)
-    identities = dict.fromkeys(asked.identities, asked.identity_components or 0)
+    if not requested.names and requested.components is not None:
+        if isinstance(requested.components, tuple):
+            raise ConfigError("sites.components has a number for each of sites.names; name them")
+        patterns = dict.fromkeys(patterns, requested.components)
+    identities = dict.fromkeys(requested.identities, requested.identity_components or 0)
     return patterns, identities
 
 
 def _tied(
-    asked: SitesSection, sites: Sequence[Site], subject: ToySubject | LanguageSubject
+    requested: SitesSection, sites: Sequence[Site], subject: ToySubject | LanguageSubject
 ) -> Mapping[str, str]:
     """Return which sites share components: those the toy ties, or all that share a weight."""
     names = {site.name for site in sites}
     own = subject.tied or _transposed(sites, subject.target)
     there = {name: other for name, other in own.items() if {name, other} <= names}
-    if asked.tied and not there:
-        raise RecipeError(
+    if requested.tied and not there:
+        raise ConfigError(
             "sites.tied=true: no two of the sites are each other's transpose in this target; name "
             "both, or leave sites.tied out"
         )
-    wanted = bool(subject.tied) if asked.tied is None else asked.tied
+    wanted = bool(subject.tied) if requested.tied is None else requested.tied
     return there if wanted else {}
 
 

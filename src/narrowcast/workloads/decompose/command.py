@@ -4,7 +4,7 @@ import json
 
 import click
 
-from narrowcast.plain_files import path_of
+from narrowcast.plain_files import expand_path
 
 
 @click.group()
@@ -26,11 +26,11 @@ def compare(first: str, second: str, seed: int, other_seed: int, as_json: bool) 
     For each component of one run the best cosine with one of the other, of the matrices that they
     are; the mean of these is the MMCS, and 1 where both runs found the same.
     """
-    from narrowcast.workloads.decompose.kept import read_components
+    from narrowcast.workloads.decompose.component_files import read_components
     from narrowcast.workloads.decompose.likeness import likeness
 
-    one = read_components(path_of(first), seed=seed)
-    other = read_components(path_of(second), seed=other_seed)
+    one = read_components(expand_path(first), seed=seed)
+    other = read_components(expand_path(second), seed=other_seed)
     rows = likeness(one, other)
     if as_json:
         click.echo(json.dumps(rows, indent=1))

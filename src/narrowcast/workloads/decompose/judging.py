@@ -15,7 +15,7 @@ from narrowcast.workloads.decompose.evaluation.toy_table import ALIVE, SiteTable
 from narrowcast.workloads.decompose.losses.catalogue import build_loss
 from narrowcast.workloads.decompose.losses.faithfulness import unfaithfulness
 from narrowcast.workloads.decompose.model import DecompositionModel
-from narrowcast.workloads.decompose.settings import JudgeSection
+from narrowcast.workloads.decompose.settings import EvalTasksSection
 from narrowcast.workloads.decompose.subject import LanguageSubject, ToySubject
 
 RIGHT_COSINE, RIGHT_NORMS = 0.99, (0.95, 1.06)
@@ -25,7 +25,7 @@ published decompositions of toys keep within."""
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SiteFound:
+class SiteResult:
     """What the components of a site became; numbers of every seed."""
 
     site: Site
@@ -50,11 +50,11 @@ class SiteFound:
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Found:
+class DecompositionResult:
     """What became of a decomposition; numbers of every seed."""
 
-    sites: tuple[SiteFound, ...]
-    apart: Mapping[str, Tensor]
+    sites: tuple[SiteResult, ...]
+    divergences: Mapping[str, Tensor]
     """How far outputs are from the target's (seeds,): `unmasked`, the sums of components, and
     `stochastic`, under masks drawn at random; nothing for a language model, whose table has it."""
     faithfulness: Tensor
@@ -110,11 +110,11 @@ class Found:
 def judge(
     model: DecompositionModel,
     subject: ToySubject | LanguageSubject,
-    settings: JudgeSection,
+    settings: EvalTasksSection,
     *,
     batch_size: int,
     seed: int,
-) -> Found:
+) -> DecompositionResult:
     """Look at batches that are the same each time, and at what is known; waits for the device."""
     torch.manual_seed(seed)
     sites = model.decomposition.sites
@@ -137,9 +137,9 @@ def judge(
             count.add(importance)
         sums = {kind: sums[kind] + loss(step) for kind, loss in compared.items()}
     probed, tables = _known(model, subject, settings)
-    return Found(
+    return DecompositionResult(
         sites=tuple(
-            SiteFound(
+            SiteResult(
                 site=site,
                 counts=count,
                 probed=probed.get(site.name),
@@ -147,7 +147,7 @@ def judge(
             )
             for site, count in zip(sites, counts, strict=True)
         ),
-        apart={kind: each / settings.batches for kind, each in sums.items()},
+        divergences={kind: each / settings.batches for kind, each in sums.items()},
         faithfulness=unfaithfulness(model.decomposition),
         tolerance=settings.tolerance,
         language=table.read() if is_language else {},
@@ -158,7 +158,7 @@ def judge(
 def worst_masks(
     model: DecompositionModel,
     subject: ToySubject | LanguageSubject,
-    settings: JudgeSection,
+    settings: EvalTasksSection,
     *,
     batch_size: int,
     seed: int,
@@ -168,12 +168,12 @@ def worst_masks(
         return None
     torch.manual_seed(seed)
     steps = [model(subject.judged_on(number, batch_size)) for number in range(settings.batches)]
-    found = quality_bar(steps, ascents=settings.pgd_steps, step_size=settings.pgd_step_size)
-    return float(found.double().mean().item())
+    result = quality_bar(steps, ascents=settings.pgd_steps, step_size=settings.pgd_step_size)
+    return float(result.double().mean().item())
 
 
 def _known(
-    model: DecompositionModel, subject: ToySubject | LanguageSubject, settings: JudgeSection
+    model: DecompositionModel, subject: ToySubject | LanguageSubject, settings: EvalTasksSection
 ) -> tuple[Mapping[str, Tensor], Mapping[str, SiteTable]]:
     """Return the importances of each feature alone, and how they stand to what is known."""
     if isinstance(subject, LanguageSubject) or subject.toy.probe is None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.evaluation.matching import Components, compare_runs
 
 ALIKE = 0.9
@@ -18,7 +18,7 @@ def likeness(
     """Return a row for each site that both have: alive, MMCS and how many are alike, of each."""
     shared = [name for name in first if name in second]
     if not shared:
-        raise RecipeError(
+        raise ConfigError(
             f"the runs share no site: {', '.join(first)}; and {', '.join(second)}; compare "
             "decompositions of one target"
         )
@@ -26,13 +26,13 @@ def likeness(
     for name in shared:
         one, other = first[name], second[name]
         if (one.v.shape[0], one.u.shape[1]) != (other.v.shape[0], other.u.shape[1]):
-            raise RecipeError(
+            raise ConfigError(
                 f"{name} is a matrix of {one.v.shape[0]} x {one.u.shape[1]} in one run and of "
                 f"{other.v.shape[0]} x {other.u.shape[1]} in the other; compare decompositions of "
                 "one target"
             )
         if one.target != other.target:
-            raise RecipeError(
+            raise ConfigError(
                 f"{name} has different weights in the two targets, so its components do not "
                 "compare. Compare decompositions of one target; each seed of a toy trains a target "
                 "of its own"

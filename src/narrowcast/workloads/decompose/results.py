@@ -11,7 +11,7 @@ from narrowcast.config.sections import Recipe
 from narrowcast.workloads.decompose.build import Parts
 from narrowcast.workloads.decompose.evaluation.language_table import MASKINGS
 from narrowcast.workloads.decompose.evaluation.toy_table import SiteTable
-from narrowcast.workloads.decompose.judging import Found, SiteFound
+from narrowcast.workloads.decompose.judging import DecompositionResult, SiteResult
 from narrowcast.workloads.decompose.report.matrices import (
     component_picture,
     histogram,
@@ -23,24 +23,24 @@ from narrowcast.workloads.decompose.report.schema import (
     Component,
     Decomposition,
     MaskedLoss,
+    SeedResult,
     Site,
-    Verdict,
     write,
 )
-from narrowcast.workloads.decompose.settings import JudgeSection
+from narrowcast.workloads.decompose.settings import EvalTasksSection
 from narrowcast.workloads.decompose.subject import LanguageSubject
 
 PROBE = "each feature alone, at 0.75"
 
 
-def write_found(
-    folder: Path, found: Found, parts: Parts, recipe: Recipe, *, worst: float | None
+def write_result(
+    folder: Path, result: DecompositionResult, parts: Parts, recipe: Recipe, *, worst: float | None
 ) -> None:
     """Write `decomposition.json`; the first seed is drawn.
 
     `worst` is how far outputs are under the worst masks that were found, a mean over seeds.
     """
-    settings = recipe.section(JudgeSection)
+    settings = recipe.section(EvalTasksSection)
     is_language = isinstance(parts.subject, LanguageSubject)
     written = Decomposition(
         target=parts.subject.name,
@@ -50,16 +50,16 @@ def write_found(
         probe="" if is_language else PROBE,
         sites=tuple(
             _site(each, parts, drawn=number < MOST_COMPARED)
-            for number, each in enumerate(found.sites)
+            for number, each in enumerate(result.sites)
         ),
-        verdicts=tuple(_verdicts(found)),
-        language=tuple(_language(found.language)),
+        verdicts=tuple(_verdicts(result)),
+        language=tuple(_language(result.language)),
         pgd=((settings.pgd_steps, worst),) if worst is not None else (),
     )
     write(folder, written)
 
 
-def _site(each: SiteFound, parts: Parts, *, drawn: bool) -> Site:
+def _site(each: SiteResult, parts: Parts, *, drawn: bool) -> Site:
     subject, site, table = parts.subject, each.site, each.table
     matched = None if table is None else table.matched
     truth = None if isinstance(subject, LanguageSubject) else subject.truth.get(site.name)
@@ -88,7 +88,7 @@ def _site(each: SiteFound, parts: Parts, *, drawn: bool) -> Site:
     )
 
 
-def _largest(each: SiteFound, parts: Parts) -> Iterable[Component]:
+def _largest(each: SiteResult, parts: Parts) -> Iterable[Component]:
     """Draw the components alive with the largest norms, beside the features they stand for."""
     components = parts.model.decomposition.components[each.site.name]
     read, written = components.V[0].detach().float(), components.U[0].detach().float()
@@ -108,7 +108,7 @@ def _largest(each: SiteFound, parts: Parts) -> Iterable[Component]:
         own = None if feature is None else _only(weight, feature, each)
         yield Component(
             number=number,
-            found=component_picture(torch.outer(written[number], read[:, number])),
+            learned=component_picture(torch.outer(written[number], read[:, number])),
             truth=None if own is None else component_picture(own),
             name="" if feature is None else f"feature {feature}",
             density=_number(density[number].item()),
@@ -121,7 +121,7 @@ def _features(component: Tensor) -> dict[int, int]:
     return {each: at for at, each in enumerate(component.tolist()) if each >= 0}
 
 
-def _only(weight: Tensor, feature: int, each: SiteFound) -> Tensor:
+def _only(weight: Tensor, feature: int, each: SiteResult) -> Tensor:
     """Return the part of a weight (outputs, inputs) that a feature has to itself."""
     assert each.probed is not None
     part = torch.zeros_like(weight)
@@ -132,18 +132,18 @@ def _only(weight: Tensor, feature: int, each: SiteFound) -> Tensor:
     return part
 
 
-def _language(told: Mapping[str, float]) -> Iterable[MaskedLoss]:
+def _language(info: Mapping[str, float]) -> Iterable[MaskedLoss]:
     """Return the table that people publish."""
-    if not told:
+    if not info:
         return
-    yield MaskedLoss(mask="target", cross_entropy=_number(told["ce_target"]), kl=0.0)
+    yield MaskedLoss(mask="target", cross_entropy=_number(info["ce_target"]), kl=0.0)
     for masking in MASKINGS:
         yield MaskedLoss(
             mask=masking,
-            cross_entropy=_number(told[f"ce_{masking}"]),
-            kl=_number(told[f"kl_{masking}"]),
-            ce_difference=_number(told[f"ce_difference_{masking}"]),
-            ce_unrecovered=_number(told[f"ce_unrecovered_{masking}"]),
+            cross_entropy=_number(info[f"ce_{masking}"]),
+            kl=_number(info[f"kl_{masking}"]),
+            ce_difference=_number(info[f"ce_difference_{masking}"]),
+            ce_unrecovered=_number(info[f"ce_unrecovered_{masking}"]),
         )
 
 
@@ -152,18 +152,18 @@ def _errors(table: SiteTable) -> tuple[int, ...]:
     return tuple(int(number) for number in errors.tolist())
 
 
-def _verdicts(found: Found) -> Iterable[Verdict]:
-    right = found.right
-    for seed in range(len(found.faithfulness)):
-        counts = ", ".join(f"{each.site.name} {int(each.alive[seed])}" for each in found.sites[:8])
+def _verdicts(result: DecompositionResult) -> Iterable[SeedResult]:
+    right = result.right
+    for seed in range(len(result.faithfulness)):
+        counts = ", ".join(f"{each.site.name} {int(each.alive[seed])}" for each in result.sites[:8])
         said = f"components alive: {counts}"
         if right is None:
-            yield Verdict(seed=seed, said=said)
+            yield SeedResult(seed=seed, said=said)
             continue
         judged = "as the ground truth has it"
-        if faults := found.faults(seed):
+        if faults := result.faults(seed):
             judged = f"not as the ground truth has it: {'; '.join(faults)}"
-        yield Verdict(seed=seed, right=bool(right[seed]), said=f"{judged}; {said}")
+        yield SeedResult(seed=seed, right=bool(right[seed]), said=f"{judged}; {said}")
 
 
 def _numbers(each: Tensor) -> tuple[float | None, ...]:

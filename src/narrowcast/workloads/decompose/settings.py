@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from narrowcast.config.limits import MOST_STEPS
-from narrowcast.config.section import Section, refuse_conflicts
+from narrowcast.config.section import Section, check_conflicts
 from narrowcast.config.sections import DataSection, Sections
 from narrowcast.workloads.decompose.terms import LossesSection
 
@@ -69,11 +69,11 @@ class TargetSection(Section):
         """Refuse two targets, and none."""
         if bool(self.toy) == bool(self.path):
             text = "a decomposition has one target; write model.toy=tms_5-2, or model.path=FOLDER"
-            refuse_conflicts([(("toy", "path"), text)])
+            check_conflicts([(("toy", "path"), text)])
         for name in ("pretrain_steps", "pretrain_batch_size"):
             if self.path and getattr(self, name) is not None:
                 text = f"a model of path is trained already; leave {name} out"
-                refuse_conflicts([((name, "path"), text)])
+                check_conflicts([((name, "path"), text)])
         return self
 
 
@@ -108,16 +108,16 @@ class SitesSection(Section):
             for glob in globs:
                 if globs.count(glob) > 1:
                     text = f"{glob} is there {globs.count(glob)} times; write it once"
-                    refuse_conflicts([((field,), text)])
+                    check_conflicts([((field,), text)])
         if self.names and self.components is None:
             text = "say how many components: sites.components=512, or a number for each name"
-            refuse_conflicts([(("components", "names"), text)])
+            check_conflicts([(("components", "names"), text)])
         if isinstance(self.components, tuple) and len(self.components) != len(self.names):
             text = f"{len(self.components)} numbers for {len(self.names)} names; give one for each"
-            refuse_conflicts([(("components", "names"), text)])
+            check_conflicts([(("components", "names"), text)])
         if bool(self.identities) != (self.identity_components is not None):
             text = "identities and identity_components go together; write both, or neither"
-            refuse_conflicts([(("identities", "identity_components"), text)])
+            check_conflicts([(("identities", "identity_components"), text)])
         return self
 
     @property
@@ -160,7 +160,7 @@ class ImportanceSection(Section):
         for name in ("width", "blocks", "heads"):
             if self.kind != "global_transformer" and getattr(self, name) != fields[name].default:
                 text = f"{name} is of kind=global_transformer, not of {self.kind}; leave it out"
-                refuse_conflicts([((name, "kind"), text)])
+                check_conflicts([((name, "kind"), text)])
         return self
 
 
@@ -197,7 +197,7 @@ class DecompositionSection(Section):
     )
 
 
-class JudgeSection(Section):
+class EvalTasksSection(Section):
     """How a decomposition is judged."""
 
     alive: float = Field(
@@ -226,5 +226,5 @@ SECTIONS = Sections(
     importance=ImportanceSection,
     losses=LossesSection,
     decomposition=DecompositionSection,
-    judge=JudgeSection,
+    eval_tasks=EvalTasksSection,
 )

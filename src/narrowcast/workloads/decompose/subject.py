@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.training.task import MapDataset
 from narrowcast.workloads.decompose.settings import (
     DecomposeData,
@@ -71,7 +71,7 @@ class Subject(Protocol):
     def digest(self) -> str:
         """Another one for other data."""
 
-    def shown(self, given: Tensor) -> Tensor:
+    def shown(self, inputs: Tensor) -> Tensor:
         """Return what the target is called with, of what a batch holds."""
 
     def judged_on(self, number: int, count: int) -> Tensor:
@@ -170,9 +170,9 @@ class ToySubject:
         """The name and the seed: there is no other data."""
         return f"{self.toy.name}, drawn from seed {self.seed}"
 
-    def shown(self, given: Tensor) -> Tensor:
+    def shown(self, inputs: Tensor) -> Tensor:
         """Draw samples."""
-        return self.toy.draw(given.shape[0])
+        return self.toy.draw(inputs.shape[0])
 
     def judged_on(self, number: int, count: int) -> Tensor:
         """Draw samples."""
@@ -218,9 +218,9 @@ class LanguageSubject:
         """Of the tokens."""
         return self.language.digest
 
-    def shown(self, given: Tensor) -> Tensor:
+    def shown(self, inputs: Tensor) -> Tensor:
         """Return the tokens as they are."""
-        return given
+        return inputs
 
     def judged_on(self, number: int, count: int) -> Tensor:
         """Return windows that were held out; of few, some again."""
@@ -231,32 +231,34 @@ class LanguageSubject:
 
 def build_subject(recipe: Recipe, *, device: torch.device) -> ToySubject | LanguageSubject:
     """Make the target that a recipe names, with its data; on the meta device only its shapes."""
-    asked, data = recipe.section(TargetSection), recipe.section(DecomposeData)
+    requested, data = recipe.section(TargetSection), recipe.section(DecomposeData)
     settings = recipe.section(DecompositionSection)
-    if not asked.toy:
+    if not requested.toy:
         if settings.seeds > 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"decomposition.seeds={settings.seeds}: several decompositions at once are for "
                 "toys; a language model has one, write decomposition.seeds=1"
             )
-        language = language_target(asked.path, text=data.text, length=data.length, device=device)
+        language = language_target(
+            requested.path, text=data.text, length=data.length, device=device
+        )
         return LanguageSubject(language=language, length=data.length, device=device)
-    _refuse_text(asked.toy, data)
+    _check_no_text(requested.toy, data)
     toy = toy_target(
-        asked.toy,
+        requested.toy,
         seeds=settings.seeds,
         seed=recipe.seed,
         device=device,
-        steps=asked.pretrain_steps,
-        batch_size=asked.pretrain_batch_size,
+        steps=requested.pretrain_steps,
+        batch_size=requested.pretrain_batch_size,
     )
     return ToySubject(toy=toy, batch_size=recipe.batch_size, seed=recipe.seed)
 
 
-def _refuse_text(toy: str, data: DecomposeData) -> None:
+def _check_no_text(toy: str, data: DecomposeData) -> None:
     for name in ("text", "length"):
         if getattr(data, name) != DecomposeData.model_fields[name].default:
-            raise RecipeError(
+            raise ConfigError(
                 f"data.{name}: model.toy={toy} draws samples of its own, and reads none; leave "
                 f"data.{name} out, or write model.path=FOLDER instead of model.toy"
             )
@@ -264,6 +266,6 @@ def _refuse_text(toy: str, data: DecomposeData) -> None:
 
 def as_batch(batch: Mapping[str, Any]) -> Tensor:
     """Return what a batch holds for the target."""
-    given = batch[GIVEN]
-    assert isinstance(given, Tensor)
-    return given
+    inputs = batch[GIVEN]
+    assert isinstance(inputs, Tensor)
+    return inputs

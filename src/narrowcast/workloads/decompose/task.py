@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
-from narrowcast.hardware.randomness import randomness_kept
+from narrowcast.hardware.randomness import preserve_rng
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import Hook, LossParts, Task
 from narrowcast.workloads.decompose.build import Parts, build_parts
-from narrowcast.workloads.decompose.judging import Found, judge, worst_masks
-from narrowcast.workloads.decompose.kept import COMPONENTS, save_components
-from narrowcast.workloads.decompose.losses.adversary import form_of
+from narrowcast.workloads.decompose.component_files import COMPONENTS, save_components
+from narrowcast.workloads.decompose.judging import DecompositionResult, judge, worst_masks
+from narrowcast.workloads.decompose.losses.adversary import step_form
 from narrowcast.workloads.decompose.losses.faithfulness import unfaithfulness
 from narrowcast.workloads.decompose.losses.total import total
-from narrowcast.workloads.decompose.measures import measures_of, metrics_of
+from narrowcast.workloads.decompose.measures import mean_measures, task_metrics
 from narrowcast.workloads.decompose.model import DecompositionModel, clip_each_seed
-from narrowcast.workloads.decompose.results import write_found
-from narrowcast.workloads.decompose.settings import DecompositionSection, JudgeSection
+from narrowcast.workloads.decompose.results import write_result
+from narrowcast.workloads.decompose.settings import DecompositionSection, EvalTasksSection
 from narrowcast.workloads.decompose.subject import LanguageSubject, ToySubject, as_batch
 
 
@@ -74,17 +74,17 @@ class Decompose:
                 notes=self.notes,
             ),
             data_digest=lambda: subject.digest,
-            together=self.together,
+            prepare_microbatches=self.together,
             hooks=self.hooks,
             write_results=self.write_results,
-            weights_in=COMPONENTS,
+            weights_path=COMPONENTS,
         )
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """What an evaluation tells."""
         sites = self.parts.model.decomposition.sites
-        return metrics_of(self.parts.subject, sites, self.recipe.section(JudgeSection).groups)
+        return task_metrics(self.parts.subject, sites, self.recipe.section(EvalTasksSection).groups)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class Decompose:
         """Tell each batch how far the run has come, and how hard adversaries look in this step."""
         step, steps = self.course.step, self.recipe.steps
         progress = torch.full((), step / steps, device=self.device)
-        form = form_of(self.parts.losses, step, steps)
+        form = step_form(self.parts.losses, step, steps)
         return [{**batch, "progress": progress, "form": form} for batch in batches]
 
     def loss(self, model: nn.Module, batch: Any) -> LossParts:
@@ -116,22 +116,22 @@ class Decompose:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return what is told of a decomposition in the midst of its run."""
-        return measures_of(self.judged(model), self.recipe.section(JudgeSection).groups)
+        return mean_measures(self.judged(model), self.recipe.section(EvalTasksSection).groups)
 
-    def judged(self, model: nn.Module) -> Found:
+    def judged(self, model: nn.Module) -> DecompositionResult:
         """Judge a decomposition, on the same samples each time."""
-        return judge(*self._asked(model), batch_size=self.recipe.batch_size, seed=self.recipe.seed)
+        return judge(*self._unwrap(model), batch_size=self.recipe.batch_size, seed=self.recipe.seed)
 
     def worst(self, model: nn.Module) -> float | None:
         """Return how far outputs are under the worst masks that importances allow."""
         size, seed = self.recipe.batch_size, self.recipe.seed
-        return worst_masks(*self._asked(model), batch_size=size, seed=seed)
+        return worst_masks(*self._unwrap(model), batch_size=size, seed=seed)
 
-    def _asked(
+    def _unwrap(
         self, model: nn.Module
-    ) -> tuple[DecompositionModel, ToySubject | LanguageSubject, JudgeSection]:
+    ) -> tuple[DecompositionModel, ToySubject | LanguageSubject, EvalTasksSection]:
         assert isinstance(model, DecompositionModel)
-        return model, self.parts.subject, self.recipe.section(JudgeSection)
+        return model, self.parts.subject, self.recipe.section(EvalTasksSection)
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
@@ -188,7 +188,7 @@ class Decompose:
     def write_results(self, folder: Path, prepared: Prepared) -> None:
         """Write what the report draws, and what a comparison of runs reads."""
         device = next(prepared.model.parameters()).device
-        with randomness_kept(device), in_eval_mode(prepared.model), prepared.compute():
-            found, worst = self.judged(prepared.model), self.worst(prepared.model)
-        write_found(folder, found, self.parts, self.recipe, worst=worst)
-        save_components(folder, prepared.engine.weights.full_by_name(), found, self.parts)
+        with preserve_rng(device), in_eval_mode(prepared.model), prepared.autocast():
+            result, worst = self.judged(prepared.model), self.worst(prepared.model)
+        write_result(folder, result, self.parts, self.recipe, worst=worst)
+        save_components(folder, prepared.engine.weights.full_by_name(), result, self.parts)

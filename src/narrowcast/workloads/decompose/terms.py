@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from narrowcast.config.limits import MOST_STEPS
-from narrowcast.config.section import Section, refuse_conflicts
+from narrowcast.config.section import Section, check_conflicts
 
 LARGEST = 1e12
 """Of a coefficient: faithfulness is weighed with up to 1e7."""
@@ -33,7 +33,7 @@ class Term(Section):
         ]
         if self.coefficient is None and changed:
             text = "this loss has no coefficient, so it is left out; write its coefficient"
-            refuse_conflicts([((name, "coefficient"), text) for name in changed[:1]])
+            check_conflicts([((name, "coefficient"), text) for name in changed[:1]])
         return self
 
 
@@ -207,7 +207,7 @@ class LossesSection(Section):
         """Refuse a loss without terms."""
         if not self.chosen:
             text = "no loss has a coefficient; write e.g. losses.stochastic.coefficient=1"
-            refuse_conflicts([(("stochastic",), text)])
+            check_conflicts([(("stochastic",), text)])
         return self
 
     @property

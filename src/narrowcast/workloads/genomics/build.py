@@ -9,18 +9,23 @@ import torch
 from torch import Tensor
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError
-from narrowcast.plain_files import path_of
+from narrowcast.errors import ConfigError
+from narrowcast.plain_files import expand_path
 from narrowcast.workloads.genomics.data.examples import Examples
 from narrowcast.workloads.genomics.data.preparing import Examined, as_examples, examine
-from narrowcast.workloads.genomics.data.rows import UNLABELLED, Row, label_table, values_of
-from narrowcast.workloads.genomics.kept import Kept, load_into, read_kept, read_weights
+from narrowcast.workloads.genomics.data.rows import UNLABELLED, Row, label_table, row_values
 from narrowcast.workloads.genomics.models.byte_lm import ByteLM, threshold_for, train_byte_lm
 from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
 from narrowcast.workloads.genomics.models.model import GenomicModel
 from narrowcast.workloads.genomics.network import Network
+from narrowcast.workloads.genomics.network_info import (
+    NetworkInfo,
+    load_into,
+    read_network_info,
+    read_weights,
+)
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS
-from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer, tokenizer_of
+from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer, make_tokenizer
 from narrowcast.workloads.genomics.settings import GenomicData, GenomicModelSection, Objective
 from narrowcast.workloads.genomics.source import learn_source
 from narrowcast.workloads.genomics.targets import (
@@ -48,7 +53,7 @@ class Parts:
     validation: Examples
     test: Examples | None
     source: tuple[Examples, Examples] | None
-    kept: Kept
+    info: NetworkInfo
     unit: str
     letters: Tensor
     """Tokens of one letter each, of which mutations are drawn; on the device, for a step is to
@@ -60,28 +65,30 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     """Read the data and make the network on `device`; on the meta device only its shapes."""
     data, objective = recipe.section(GenomicData), recipe.section(Objective)
     path = recipe.section(GenomicModelSection).path
-    base = read_kept(path)[0] if path else None
-    _refuse_other_tokens(base, data)
-    _refuse_to_write_with(base, objective)
-    tokenizer = tokenizer_of(data.tokenizer, ALPHABETS[data.alphabet], data.kmer, data.overlap)
+    base = read_network_info(path)[0] if path else None
+    _check_tokens(base, data)
+    _check_causal(base, objective)
+    tokenizer = make_tokenizer(data.tokenizer, ALPHABETS[data.alphabet], data.kmer, data.overlap)
     rows = examine(data, objective, seed=recipe.seed)
-    target = target_of(objective, rows, tokenizer)
+    target = make_target(objective, rows, tokenizer)
     sets = {
         name: as_examples(part, tokenizer, objective, rows.classes)
         for name, part in rows.parts.items()
     }
     width = max(part.width for part in sets.values())
     sets = {name: replace(part, width=width) for name, part in sets.items()}
-    kept = _kept(recipe, tokenizer, target, rows, width=width, base=base)
-    _refuse_strands(kept)
+    stored = _network_info(recipe, tokenizer, target, rows, width=width, base=base)
+    _check_strands(stored)
     byte_lm = None
-    if kept.config.patching == "entropy" and base is None and device.type != "meta":
-        byte_lm, kept = _find_patches(sets["train"], kept, seed=recipe.seed)
-    network = network_of(kept, tokenizer, target, seed=recipe.seed, device=device, byte_lm=byte_lm)
+    if stored.config.patching == "entropy" and base is None and device.type != "meta":
+        byte_lm, stored = _find_patches(sets["train"], stored, seed=recipe.seed)
+    network = make_network(
+        stored, tokenizer, target, seed=recipe.seed, device=device, byte_lm=byte_lm
+    )
     source = (sets["source"], sets["source validation"]) if "source" in sets else None
     notes = list(rows.notes)
     if device.type != "meta":
-        notes += _begin(network, recipe, base, kept, target=target, source=source)
+        notes += _begin(network, recipe, base, stored, target=target, source=source)
     return Parts(
         network=network,
         tokenizer=tokenizer,
@@ -90,27 +97,27 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
         validation=sets["validation"],
         test=sets.get("test"),
         source=source,
-        kept=kept,
+        info=stored,
         unit=_unit(data),
         letters=torch.from_numpy(tokenizer.encode(ALPHABETS[data.alphabet].letters)).to(device),
         notes=tuple(notes),
     )
 
 
-def target_of(objective: Objective, rows: Examined, tokenizer: Tokenizer) -> Target:
+def make_target(objective: Objective, rows: Examined, tokenizer: Tokenizer) -> Target:
     """Return the kind of target of a recipe."""
     train, classes, smoothing = rows.parts["train"], rows.classes, objective.label_smoothing
     match objective.task, objective.target:
         case "generation", _:
             return NextToken(vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown_id)
         case "annotation", _:
-            found = {int(label) for row in train for label in _extremes(row)}
-            if len(found) < 2:
-                only = "".join(classes[label] for label in found)
+            matches = {int(label) for row in train for label in _extremes(row)}
+            if len(matches) < 2:
+                only = "".join(classes[label] for label in matches)
                 raise _nothing_to_learn(f"the class {only}" if only else "no class", of="letters")
             return EveryLetter(classes=classes, smoothing=smoothing)
         case _, "value":
-            values = values_of(train).astype(np.float64)
+            values = row_values(train).astype(np.float64)
             if not np.ptp(values):
                 raise _nothing_to_learn(f"the value {train[0].label}")
             return Value(centre=float(values.mean()), spread=float(values.std()))
@@ -133,8 +140,8 @@ def _extremes(row: Row) -> list[int]:
     return [known.min(), known.max()] if len(known) else []
 
 
-def _nothing_to_learn(what: str, *, of: str = "sequences") -> RecipeError:
-    return RecipeError(
+def _nothing_to_learn(what: str, *, of: str = "sequences") -> ConfigError:
+    return ConfigError(
         f"all {of} have {what}: there is nothing to tell apart; give examples of "
         "another, or name the column with data.label"
     )
@@ -147,18 +154,18 @@ def _unit(data: GenomicData) -> str:
     return "residue" if data.alphabet == "protein" else "base"
 
 
-def _find_patches(train: Examples, kept: Kept, *, seed: int) -> tuple[ByteLM, Kept]:
+def _find_patches(train: Examples, saved: NetworkInfo, *, seed: int) -> tuple[ByteLM, NetworkInfo]:
     """Learn which letters are in doubt, and from how much doubt on a patch begins."""
     letters = torch.from_numpy(train.tokens.values[:LETTERS_FOR_PATCHES].astype(np.int64))
     generator = torch.Generator().manual_seed(seed)
-    model = train_byte_lm(letters, vocab_size=kept.config.vocab_size, generator=generator)
+    model = train_byte_lm(letters, vocab_size=saved.config.vocab_size, generator=generator)
     doubt = model.entropy(letters[None])
-    threshold = threshold_for(doubt, patch_size=kept.config.patch_size)
-    return model, replace(kept, config=replace(kept.config, entropy_threshold=threshold))
+    threshold = threshold_for(doubt, patch_size=saved.config.patch_size)
+    return model, replace(saved, config=replace(saved.config, entropy_threshold=threshold))
 
 
-def network_of(
-    kept: Kept,
+def make_network(
+    stored: NetworkInfo,
     tokenizer: Tokenizer,
     target: Target,
     *,
@@ -172,28 +179,28 @@ def network_of(
     complement = None if table is None else table.tolist()
     with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(seed)
-        backbone = GenomicModel(kept.config, complement=complement, byte_lm=byte_lm)
-        width = kept.config.width * (2 if kept.pairs else 1)
+        backbone = GenomicModel(stored.config, complement=complement, byte_lm=byte_lm)
+        width = stored.config.width * (2 if stored.pairs else 1)
         # A token has a letter or more, so that there are no more tokens than letters.
-        length, dropout = kept.max_length, kept.config.dropout
-        head = target.head(width, pool=kept.pool, dropout=dropout, length=length)
+        length, dropout = stored.max_length, stored.config.dropout
+        head = target.head(width, pool=stored.pool, dropout=dropout, length=length)
         return Network(backbone, head).to(device)
 
 
-def _kept(
+def _network_info(
     recipe: Recipe,
     tokenizer: Tokenizer,
     target: Target,
     rows: Examined,
     *,
     width: int,
-    base: Kept | None,
-) -> Kept:
+    base: NetworkInfo | None,
+) -> NetworkInfo:
     """Return all that a prediction needs to know, beside the weights."""
     data, objective = recipe.section(GenomicData), recipe.section(Objective)
     model = recipe.section(GenomicModelSection)
     value = target if isinstance(target, Value) else Value()
-    return Kept(
+    return NetworkInfo(
         config=_config(model, objective, vocab_size=tokenizer.vocab_size, length=width)
         if base is None
         else replace(base.config, dropout=model.dropout),
@@ -218,42 +225,42 @@ def _config(
     """Return the shape of a new network: a preset's, but for what the recipe says."""
     shape = dict(PRESETS[model.preset])
     named = {field.name for field in fields(GenomicConfig)}
-    asked = {key: value for key, value in model.model_dump().items() if key in named}
-    shape |= {key: value for key, value in asked.items() if value is not None}
+    requested = {key: value for key, value in model.model_dump().items() if key in named}
+    shape |= {key: value for key, value in requested.items() if value is not None}
     # Filters fade over the length that there is: over a longer one, near letters look alike.
     shape |= {"max_length": length, "vocab_size": vocab_size}
     return GenomicConfig(**{**shape, "causal": objective.task == "generation"})
 
 
-def _refuse_other_tokens(base: Kept | None, data: GenomicData) -> None:
+def _check_tokens(base: NetworkInfo | None, data: GenomicData) -> None:
     """Refuse to go on with a network that learnt other tokens than the recipe's."""
     if base is None:
         return
     for key in ("alphabet", "tokenizer", "kmer", "overlap"):
         mine, its = getattr(data, key), getattr(base, key)
         if mine != its and (key in ("alphabet", "tokenizer") or data.tokenizer == "kmer"):
-            raise RecipeError(
+            raise ConfigError(
                 f"data.{key}={mine}: the network of model.path learnt {key}={its}; write "
                 f"data.{key}={its}, or train another base"
             )
 
 
-def _refuse_to_write_with(base: Kept | None, objective: Objective) -> None:
+def _check_causal(base: NetworkInfo | None, objective: Objective) -> None:
     """Refuse to write with a network that was trained to see what comes."""
     if base is not None and objective.task == "generation" and not base.config.causal:
-        raise RecipeError(
+        raise ConfigError(
             f"objective.task=generation: the network of model.path was trained for {base.task} and "
             "sees what comes after each letter; give one of `narrowcast genomics pretrain`"
         )
 
 
-def _refuse_strands(kept: Kept) -> None:
+def _check_strands(stored: NetworkInfo) -> None:
     """Refuse to tell strands apart with a network for which they are the same."""
-    if kept.task != "annotation" or not kept.config.reverse_complement:
+    if stored.task != "annotation" or not stored.config.reverse_complement:
         return
-    for name in kept.classes:
-        if name.endswith("+") and f"{name[:-1]}-" in kept.classes:
-            raise RecipeError(
+    for name in stored.classes:
+        if name.endswith("+") and f"{name[:-1]}-" in stored.classes:
+            raise ConfigError(
                 f"model.reverse_complement=true: {name} and {name[:-1]}- are the same to a network "
                 "that computes the same for both strands; write data.reverse_complement=true "
                 f"instead, or one class {name[:-1]} in objective.labels"
@@ -263,8 +270,8 @@ def _refuse_strands(kept: Kept) -> None:
 def _begin(
     network: Network,
     recipe: Recipe,
-    base: Kept | None,
-    kept: Kept,
+    base: NetworkInfo | None,
+    stored: NetworkInfo,
     *,
     target: Target,
     source: tuple[Examples, Examples] | None,
@@ -272,22 +279,22 @@ def _begin(
     """Give a network what it is to begin with; yield what there is to say of that."""
     device = next(network.parameters()).device
     if base is not None:
-        yield _go_on(network, recipe, base, kept)
+        yield _go_on(network, recipe, base, stored)
     elif source is not None:
         learn_source(network, target, source[0], seed=recipe.seed, device=device)
         yield f"the network has learnt {len(source[0]):,} sequences of the source domain"
     elif recipe.section(Objective).task == "domain_adaptation":
-        raise RecipeError(
+        raise ConfigError(
             "objective.task=domain_adaptation: there is nothing to adapt; name a finished run with "
             "model.path, or sequences of the domain it comes from with data.source"
         )
 
 
-def _go_on(network: Network, recipe: Recipe, base: Kept, kept: Kept) -> str:
+def _go_on(network: Network, recipe: Recipe, base: NetworkInfo, stored: NetworkInfo) -> str:
     """Give a network the weights of a finished run; return what there is to say of that."""
     name = recipe.section(GenomicModelSection).path
-    places = ["max_length"] if kept.pool == "position" else []
+    places = ["max_length"] if stored.pool == "position" else []
     same = ["target", "classes", "pairs", "pool", *places]
-    head = base.task != "generation" and all(getattr(base, k) == getattr(kept, k) for k in same)
-    load_into(network, read_weights(path_of(name)), head=head)
+    head = base.task != "generation" and all(getattr(base, k) == getattr(stored, k) for k in same)
+    load_into(network, read_weights(expand_path(name)), head=head)
     return f"the network goes on from {name}, in its shape{'' if head else ', with a new head'}"

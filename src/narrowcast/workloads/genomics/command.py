@@ -7,8 +7,8 @@ from typing import Any, TypeVar, final
 
 import click
 
-from narrowcast.plain_files import path_of
-from narrowcast.workloads.genomics.asked import Output, output_named, words_of
+from narrowcast.plain_files import expand_path
+from narrowcast.workloads.genomics.arguments import Output, output_named, parse_overrides
 
 LINE_SECONDS = 2.0
 """Between two lines that say how far a command is, and before the first."""
@@ -53,24 +53,24 @@ def _with(*groups: tuple[Any, ...]) -> Callable[[Callable[..., None]], Callable[
 
 
 @genomics.command()
-@click.argument("words", nargs=-1, metavar="FASTA... [KEY=VALUE]...")
+@click.argument("overrides", nargs=-1, metavar="FASTA... [KEY=VALUE]...")
 @click.option("-o", "--out", metavar="DIR", help="Folder of the run.  [default: runs/pretrain]")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.pass_context
-def pretrain(ctx: click.Context, words: tuple[str, ...], out: str | None, quiet: bool) -> None:
+def pretrain(ctx: click.Context, overrides: tuple[str, ...], out: str | None, quiet: bool) -> None:
     """Train a base on genomes: to predict the next letter of any FASTA, FASTQ or GenBank.
 
     It is a run of the recipe genomics/pretrain, of which KEY=VALUE words are settings: resume,
     watch, report and compare know it. Its folder is what model.path= of other recipes takes, and
     what `score` and `generate` take.
     """
-    overrides = words_of(words)
+    settings = parse_overrides(overrides)
     # The verb that trains is the command line's own: this command is below it.
     root = ctx.find_root().command
     train = root.get_command(ctx, "train") if isinstance(root, click.Group) else None
     if train is None:
         raise click.UsageError("pretrain is a command of narrowcast: write narrowcast genomics …")
-    ctx.invoke(train, recipe="genomics/pretrain", overrides=overrides, out=out, quiet=quiet)
+    ctx.invoke(train, recipe="genomics/pretrain", overrides=settings, out=out, quiet=quiet)
 
 
 @genomics.command()
@@ -90,35 +90,35 @@ def predict(run: str, file: str, reference: str | None, output: str, **options: 
     trained on: sequences, pairs of them, or variants of a --reference. Labels are not needed. A
     run that annotates gives stretches of each sequence, also as GFF or BED.
     """
-    place = output_named(output, reads=[file, reference])
+    location = output_named(output, reads=[file, reference])
     from narrowcast.workloads.genomics.inference.finished import finished, require_target
     from narrowcast.workloads.genomics.inference.predict import letter_predictions, predictions
     from narrowcast.workloads.genomics.inference.reading import Columns, Reader
     from narrowcast.workloads.genomics.inference.writing import format_named, lines
 
-    asked = finished(run, device=options["device"], policy=options["policy"])
+    requested = finished(run, device=options["device"], policy=options["policy"])
     require_target(
-        asked, writes=False, instead="`genomics generate` and `genomics score` are for it"
+        requested, writes=False, instead="`genomics generate` and `genomics score` are for it"
     )
-    along = asked.target.per_letter
+    along = requested.target.per_letter
     kind = format_named(options["kind"], output, along=along)
     columns = Columns(
         **{key: options[key] for key in ("sequence", "alternative", "name", "position")}
     )
-    reader = Reader(asked, columns)
+    reader = Reader(requested, columns)
     if along:
-        found = letter_predictions(
-            asked, reader.whole(path_of(file)), batch_size=options["batch_size"]
+        result = letter_predictions(
+            requested, reader.whole(expand_path(file)), batch_size=options["batch_size"]
         )
     else:
-        rows = reader.rows(path_of(file), None if reference is None else path_of(reference))
-        found = predictions(asked, rows, batch_size=options["batch_size"])
+        rows = reader.rows(expand_path(file), None if reference is None else expand_path(reference))
+        result = predictions(requested, rows, batch_size=options["batch_size"])
     meter = _Meter("records")
-    _write(place, lines(meter.counted(found), asked.target, kind), meter)
+    _write(location, lines(meter.counted(result), requested.target, kind), meter)
     if note := reader.skipped.note:
         click.echo(note, err=True)
     if reader.cut:
-        length = asked.kept.max_length
+        length = requested.info.max_length
         click.echo(
             f"{reader.cut:,} sequences had more than {length:,} letters and were cut", err=True
         )
@@ -146,36 +146,36 @@ def score(
     the alternative is less likely; or a run that was trained on variants, which gives the chances
     of its classes or its value.
     """
-    place = output_named(output, reads=[variants, reference])
+    position = output_named(output, reads=[variants, reference])
     if positive is not None and labels is None:
         raise click.UsageError("--positive is one of the labels; name their column with --labels")
     from narrowcast.workloads.genomics.inference.finished import finished
     from narrowcast.workloads.genomics.inference.measures import Labelled
     from narrowcast.workloads.genomics.inference.reading import Columns, Reader
-    from narrowcast.workloads.genomics.inference.score import require_scores, scores, told
+    from narrowcast.workloads.genomics.inference.score import require_scores, score_row, scores
     from narrowcast.workloads.genomics.inference.writing import format_named, table
 
-    asked = finished(run, device=options["device"], policy=options["policy"])
-    require_scores(asked)
+    request = finished(run, device=options["device"], policy=options["policy"])
+    require_scores(request)
     kind = format_named(options["kind"], output, along=False)
-    reader = Reader(asked, Columns(position=options["position"]))
+    reader = Reader(request, Columns(position=options["position"]))
     known = None if labels is None else Labelled(labels, positive)
     if known is not None:
-        known.refuse_unfit(reader.listed(path_of(variants)))
-    pairs = reader.variants(path_of(variants), path_of(reference))
+        known.check_labels(reader.listed(expand_path(variants)))
+    pairs = reader.variants(expand_path(variants), expand_path(reference))
 
     def rows() -> Iterator[dict[str, Any]]:
-        for scored in meter.counted(scores(asked, pairs, batch_size=options["batch_size"])):
+        for scored in meter.counted(scores(request, pairs, batch_size=options["batch_size"])):
             if known is not None:
                 known.add(scored.variant, scored.score)
-            yield told(scored)
+            yield score_row(scored)
 
     meter = _Meter("variants")
-    _write(place, table(rows(), kind), meter)
+    _write(position, table(rows(), kind), meter)
     if note := reader.skipped.note:
         click.echo(note, err=True)
     for line in () if known is None else known.lines():
-        click.echo(line, err=place.path is None)
+        click.echo(line, err=position.path is None)
 
 
 @genomics.command()
@@ -205,22 +205,22 @@ def generate(run: str, device: str, policy: str, **options: Any) -> None:
     from narrowcast.workloads.genomics.inference.finished import finished, require_target
     from narrowcast.workloads.genomics.inference.write import Wish, fasta, sequences
 
-    asked = finished(run, device=device, policy=policy)
+    requested = finished(run, device=device, policy=policy)
     require_target(
-        asked, writes=True, instead="give a base, as `narrowcast genomics pretrain` makes one"
+        requested, writes=True, instead="give a base, as `narrowcast genomics pretrain` makes one"
     )
     wish, meter = Wish(**options), _Meter("letters")
-    bases = asked.alphabet.complement is not None
-    written = sequences(asked, wish, meter.at)
+    bases = requested.alphabet.complement is not None
+    written = sequences(requested, wish, meter.at)
     for number, sequence in enumerate(written, 1):
         meter.clear()
         click.echo(fasta(sequence, number, wish, bases=bases), nl=False)
     meter.clear()
 
 
-def _write(place: Output, lines: Iterable[str], meter: "_Meter") -> None:
+def _write(location: Output, lines: Iterable[str], meter: "_Meter") -> None:
     """Write lines to the screen as they come, or to a file that is whole or not there."""
-    with place.opened() as write:
+    with location.opened() as write:
         for line in lines:
             if write is None:
                 meter.clear()
@@ -228,8 +228,8 @@ def _write(place: Output, lines: Iterable[str], meter: "_Meter") -> None:
             else:
                 write(line)
     meter.clear()
-    if place.path is not None:
-        click.echo(f"written to {place.path}")
+    if location.path is not None:
+        click.echo(f"written to {location.path}")
 
 
 @final

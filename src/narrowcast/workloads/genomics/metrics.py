@@ -38,7 +38,7 @@ def of_classes(truth: Array, chances: Array) -> dict[str, float]:
     F1 and the areas are means over the classes that occur; areas are of one class against the rest.
     """
     if not np.isfinite(chances).all():
-        return _none_of(OF_CLASSES)
+        return _nan_metrics(OF_CLASSES)
     chosen = chances.argmax(1)
     present = [each for each in np.unique(truth).tolist() if (truth != each).any()]
     if chances.shape[1] == 2 and len(present) == 2:
@@ -54,7 +54,7 @@ def of_classes(truth: Array, chances: Array) -> dict[str, float]:
 def of_labels(truth: Array, chances: Array) -> dict[str, float]:
     """Judge any number of labels: both are (rows, labels)."""
     if not np.isfinite(chances).all():
-        return _none_of(OF_LABELS)
+        return _nan_metrics(OF_LABELS)
     present = [at for at in range(truth.shape[1]) if 0 < truth[:, at].sum() < len(truth)]
     return {
         "f1": _f1_of_labels(truth > 0, chances > 0.5),
@@ -65,7 +65,7 @@ def of_labels(truth: Array, chances: Array) -> dict[str, float]:
 def of_values(truth: Array, predicted: Array) -> dict[str, float]:
     """Judge numbers; a correlation with a constant is none, and counts as 0."""
     if not np.isfinite(predicted).all():
-        return _none_of(OF_VALUES)
+        return _nan_metrics(OF_VALUES)
     moves = len(truth) > 1 and np.ptp(predicted) > 0 and np.ptp(truth) > 0
     return {
         "spearman": float(stats.spearmanr(truth, predicted).statistic) if moves else 0.0,
@@ -103,7 +103,7 @@ def _f1_of_labels(truth: Array, chosen: Array) -> float:
     return float((2 * right / np.maximum(2 * right + wrong, 1)).mean())
 
 
-def _none_of(metrics: Sequence[Metric]) -> dict[str, float]:
+def _nan_metrics(metrics: Sequence[Metric]) -> dict[str, float]:
     """Return what a network that has diverged is worth: no number is one."""
     return {metric.name: float("nan") for metric in metrics if metric is not LOSS}
 

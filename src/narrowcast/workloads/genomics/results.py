@@ -9,7 +9,7 @@ import numpy as np
 from sklearn import metrics as sk
 
 from narrowcast.runs import RunFolder
-from narrowcast.workloads.genomics.targets import EveryLetter, Found, Labels, OneClass, Value
+from narrowcast.workloads.genomics.targets import EveryLetter, Labels, OneClass, Predicted, Value
 
 if TYPE_CHECKING:
     from narrowcast.workloads.genomics.build import Parts
@@ -32,8 +32,8 @@ class Judged:
     """What a network made of examples, row by row, and how good that is."""
 
     measured: dict[str, float]
-    truth: list[Found]
-    predicted: list[Found]
+    truth: list[Predicted]
+    predicted: list[Predicted]
     names: Sequence[str] = ()
     """Of the rows."""
 
@@ -48,38 +48,41 @@ def write_judged(
 
     Both mappings are by the set that was judged; of `pictures`, what took the network to make.
     """
-    told = {name: {**_told(parts, each), **pictures.get(name, {})} for name, each in judged.items()}
-    RunFolder(folder).write_json(FILE, told)
+    info = {
+        name: {**_result_data(parts, each), **pictures.get(name, {})}
+        for name, each in judged.items()
+    }
+    RunFolder(folder).write_json(FILE, info)
 
 
-def _told(parts: "Parts", judged: Judged) -> dict[str, Any]:
-    told: dict[str, Any] = {"measured": judged.measured, "rows": len(judged.truth)}
+def _result_data(parts: "Parts", judged: Judged) -> dict[str, Any]:
+    message: dict[str, Any] = {"measured": judged.measured, "rows": len(judged.truth)}
     target = parts.target
     if isinstance(target, OneClass):
         truth, chances = np.array(judged.truth), np.stack(judged.predicted)
-        told["confusion"] = _confusion(target.classes, truth, chances.argmax(1))
-        told["curves"] = _curves(
+        message["confusion"] = _confusion(target.classes, truth, chances.argmax(1))
+        message["curves"] = _curves(
             {name: (truth == at, chances[:, at]) for at, name in enumerate(target.classes)}
         )
     elif isinstance(target, Labels):
         truth, chances = np.stack(judged.truth), np.stack(judged.predicted)
-        told["curves"] = _curves(
+        message["curves"] = _curves(
             {name: (truth[:, at] > 0, chances[:, at]) for at, name in enumerate(target.classes)}
         )
     elif isinstance(target, EveryLetter):
-        truth, found = np.concatenate(judged.truth), np.concatenate(judged.predicted)
-        told["confusion"] = _confusion(target.classes, truth, found)
-        told["tracks"] = _tracks(target.classes, judged)
-        told["unit"] = parts.unit
+        truth, result = np.concatenate(judged.truth), np.concatenate(judged.predicted)
+        message["confusion"] = _confusion(target.classes, truth, result)
+        message["tracks"] = _tracks(target.classes, judged)
+        message["unit"] = parts.unit
     elif isinstance(target, Value):
         picked = np.linspace(0, len(judged.truth) - 1, min(SHOWN_POINTS, len(judged.truth)))
-        told["points"] = [
+        message["points"] = [
             [_digits(judged.truth[at]), _digits(judged.predicted[at])] for at in picked.astype(int)
         ]
-    return told
+    return message
 
 
-def _confusion(classes: tuple[str, ...], truth: Found, chosen: Found) -> dict[str, Any]:
+def _confusion(classes: tuple[str, ...], truth: Predicted, chosen: Predicted) -> dict[str, Any]:
     """Count who was taken for whom, of the classes that occur."""
     counts = np.bincount(np.concatenate([truth, chosen]), minlength=len(classes))
     present = np.flatnonzero(counts)
@@ -98,7 +101,7 @@ def _confusion(classes: tuple[str, ...], truth: Found, chosen: Found) -> dict[st
     return {"classes": names, "counts": table.tolist()}
 
 
-def _curves(of: Mapping[str, tuple[Found, Found]]) -> dict[str, Any]:
+def _curves(of: Mapping[str, tuple[Predicted, Predicted]]) -> dict[str, Any]:
     """Return precision by recall for each class that occurs, thinned to what a picture shows.
 
     Of many classes the most frequent; the areas of all others are one number.
@@ -141,7 +144,7 @@ def _tracks(classes: tuple[str, ...], judged: Judged) -> dict[str, Any]:
     }
 
 
-def _runs(numbers: Found) -> list[list[int]]:
+def _runs(numbers: Predicted) -> list[list[int]]:
     """Return how often each number comes before the next one does: [class, letters], in order."""
     starts = np.flatnonzero(np.diff(numbers, prepend=-1))
     lengths = np.diff(starts, append=len(numbers))

@@ -15,7 +15,7 @@ from torch import Tensor
 from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged
 from narrowcast.workloads.genomics.results import Judged
 from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer
-from narrowcast.workloads.genomics.targets import Found, Labels, OneClass, Target, Value
+from narrowcast.workloads.genomics.targets import Labels, OneClass, Predicted, Target, Value
 
 VARIANTS = 4
 """Shown of a set."""
@@ -46,9 +46,9 @@ def salient_variants(
             tokenizer.decode(part[row].astype(np.int64))
             for part in (examples.tokens, examples.alternatives)
         ]
-        if told := _tried(predict, pair, tokenizer, target, padding=examples.padding):
+        if info := _tried(predict, pair, tokenizer, target, padding=examples.padding):
             name = examples.names[row] if examples.names else ""
-            shown.append({"name": name, **_answer(judged, row, target), **told})
+            shown.append({"name": name, **_answer(judged, row, target), **info})
         if len(shown) == VARIANTS:
             break
     return shown
@@ -70,17 +70,17 @@ def _chosen(examples: Examples, judged: Judged, target: Target) -> list[int]:
 
 
 def _answer(judged: Judged, row: int, target: Target) -> dict[str, Any]:
-    truth, found = judged.truth[row], judged.predicted[row]
+    truth, result = judged.truth[row], judged.predicted[row]
     if isinstance(target, Value):
-        return {"truth": f"{float(truth):.4g}", "found": f"{float(found):.4g}"}
+        return {"truth": f"{float(truth):.4g}", "found": f"{float(result):.4g}"}
     assert isinstance(target, OneClass | Labels)
-    best = int(found.argmax())
+    best = int(result.argmax())
     if isinstance(target, Labels):
         names = [name for name, has in zip(target.classes, truth, strict=True) if has > 0]
         said = ", ".join(names) or "none"
     else:
         said = target.classes[int(truth)]
-    return {"truth": said, "found": target.classes[best], "chance": round(float(found[best]), 4)}
+    return {"truth": said, "found": target.classes[best], "chance": round(float(result[best]), 4)}
 
 
 def _tried(
@@ -126,7 +126,7 @@ def _scores(
     target: Target,
     *,
     padding: int,
-) -> Found:
+) -> Predicted:
     """Return the score of each pair: a value, or the log-odds of what the first is taken for."""
     examples = Examples(
         tokens=Ragged.joined([tokenizer.encode(one) for one, _ in pairs], np.int64),
@@ -135,14 +135,14 @@ def _scores(
         padding=padding,
     )
     size = max(1, 2**15 // examples.common_width)
-    found = torch.cat([predict(batch).double().cpu() for batch in examples.batches(size)])
+    matched = torch.cat([predict(batch).double().cpu() for batch in examples.batches(size)])
     if isinstance(target, Value):
-        scores = found[:, 0] * target.spread + target.centre
+        scores = matched[:, 0] * target.spread + target.centre
     elif isinstance(target, Labels):
-        scores = found[:, found[0].argmax()]
+        scores = matched[:, matched[0].argmax()]
     else:
-        best = int(found[0].argmax())
-        rest = torch.cat([found[:, :best], found[:, best + 1 :]], dim=1)
-        scores = found[:, best] - rest.logsumexp(1)
-    out: Found = scores.numpy()
+        best = int(matched[0].argmax())
+        rest = torch.cat([matched[:, :best], matched[:, best + 1 :]], dim=1)
+        scores = matched[:, best] - rest.logsumexp(1)
+    out: Predicted = scores.numpy()
     return out

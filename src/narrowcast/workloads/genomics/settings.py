@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from narrowcast.config.section import Section, refuse_conflicts
+from narrowcast.config.section import Section, check_conflicts
 from narrowcast.config.sections import DataSection, Sections
 from narrowcast.workloads.genomics.labels import MOST_CLASSES, TASK_LABELS
 
@@ -106,20 +106,20 @@ class GenomicData(DataSection):
         """Refuse what an alphabet does not have, and tokens that never end."""
         if self.alphabet == "protein" and self.reverse_complement:
             text = "a protein has one strand; leave reverse_complement out"
-            refuse_conflicts([(("reverse_complement", "alphabet"), text)])
+            check_conflicts([(("reverse_complement", "alphabet"), text)])
         if self.tokenizer == "kmer" and self.overlap >= self.kmer:
             text = f"tokens of {self.kmer} letters cannot share {self.overlap}; write overlap=1"
-            refuse_conflicts([(("overlap", "kmer"), text)])
+            check_conflicts([(("overlap", "kmer"), text)])
         if self.tokenizer == "kmer" and self.mutate:
             text = "tokens of several letters share those that are exchanged; write tokenizer=byte"
-            refuse_conflicts([(("mutate", "tokenizer"), text)])
+            check_conflicts([(("mutate", "tokenizer"), text)])
         if self.reference and self.alphabet != "dna":
             text = "variants of a reference are read as DNA; write alphabet=dna"
-            refuse_conflicts([(("reference", "alphabet"), text)])
+            check_conflicts([(("reference", "alphabet"), text)])
         for name in ("more", "reference", "features"):
             if self.path == MADE and getattr(self, name):
                 text = "made sequences have none; name the first file with path"
-                refuse_conflicts([((name, "path"), text)])
+                check_conflicts([((name, "path"), text)])
         return self
 
 
@@ -167,7 +167,7 @@ class GenomicModelSection(Section):
         """Refuse vectors that depend on which strand comes first."""
         if self.reverse_complement and self.pool in ("cls", "position"):
             text = f"pool={self.pool} reads a strand from its beginning; write mean, max, attention"
-            refuse_conflicts([(("pool", "reverse_complement"), text)])
+            check_conflicts([(("pool", "reverse_complement"), text)])
         return self
 
 
@@ -196,12 +196,12 @@ class Objective(Section):
         """Refuse targets a task does not have."""
         if self.task in ("annotation", "generation") and self.target != "class":
             text = f"{self.task} predicts a class for every letter; leave target out"
-            refuse_conflicts([(("target", "task"), text)])
+            check_conflicts([(("target", "task"), text)])
         if self.target != "class" and self.label_smoothing:
             text = f"target={self.target} has no classes to smooth; leave label_smoothing out"
-            refuse_conflicts([(("label_smoothing", "target"), text)])
+            check_conflicts([(("label_smoothing", "target"), text)])
         if len(set(self.labels)) != len(self.labels):
-            refuse_conflicts([(("labels",), "a class is named twice; name each once")])
+            check_conflicts([(("labels",), "a class is named twice; name each once")])
         return self
 
     @property
@@ -236,7 +236,7 @@ class Tuning(Section):
         """Refuse to thaw what stays frozen."""
         if self.freeze and self.unfreeze_over:
             text = "freeze keeps the base as it is to the end; leave one of them out"
-            refuse_conflicts([(("unfreeze_over", "freeze"), text)])
+            check_conflicts([(("unfreeze_over", "freeze"), text)])
         return self
 
     @property

@@ -30,9 +30,9 @@ def learn_source(
         for _ in range(STEPS):
             rows = torch.randint(len(source), (ROWS,), generator=order).tolist()
             batch = on(device, source.__getitems__(rows))
-            found = network(batch["tokens"], batch["mask"], batch.get("alternative"))
+            result = network(batch["tokens"], batch["mask"], batch.get("alternative"))
             optimizer.zero_grad()
-            target.loss(found.float(), batch).backward()
+            target.loss(result.float(), batch).backward()
             nn.utils.clip_grad_norm_(network.parameters(), CLIP_NORM)
             optimizer.step()
             schedule.step()

@@ -27,7 +27,7 @@ from narrowcast.workloads.genomics.models.heads import (
     TokenHead,
 )
 
-Found: TypeAlias = npt.NDArray[Any]
+Predicted: TypeAlias = npt.NDArray[Any]
 
 
 @final
@@ -43,19 +43,21 @@ class OneClass:
     def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
         return SequenceHead(width, len(self.classes), pool, dropout, length=length)
 
-    def loss(self, found: Tensor, batch: Batch) -> Tensor:
-        return F.cross_entropy(found, batch["targets"], label_smoothing=self.smoothing)
+    def loss(self, result: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(result, batch["targets"], label_smoothing=self.smoothing)
 
     def count(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch["tokens"]))
 
-    def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
-        return list(found.softmax(-1).cpu().numpy())
+    def predicted(self, matched: Tensor, batch: Batch) -> list[Predicted]:
+        return list(matched.softmax(-1).cpu().numpy())
 
-    def truth(self, batch: Batch) -> list[Found]:
+    def truth(self, batch: Batch) -> list[Predicted]:
         return list(batch["targets"].cpu().numpy())
 
-    def measured(self, truth: Sequence[Found], predicted: Sequence[Found]) -> dict[str, float]:
+    def measured(
+        self, truth: Sequence[Predicted], predicted: Sequence[Predicted]
+    ) -> dict[str, float]:
         return metrics.of_classes(np.array(truth), np.stack(list(predicted)))
 
 
@@ -71,19 +73,21 @@ class Labels:
     def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
         return SequenceHead(width, len(self.classes), pool, dropout, length=length)
 
-    def loss(self, found: Tensor, batch: Batch) -> Tensor:
-        return F.binary_cross_entropy_with_logits(found, batch["targets"])
+    def loss(self, result: Tensor, batch: Batch) -> Tensor:
+        return F.binary_cross_entropy_with_logits(result, batch["targets"])
 
     def count(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch["tokens"]))
 
-    def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
-        return list(found.sigmoid().cpu().numpy())
+    def predicted(self, result: Tensor, batch: Batch) -> list[Predicted]:
+        return list(result.sigmoid().cpu().numpy())
 
-    def truth(self, batch: Batch) -> list[Found]:
+    def truth(self, batch: Batch) -> list[Predicted]:
         return list(batch["targets"].cpu().numpy())
 
-    def measured(self, truth: Sequence[Found], predicted: Sequence[Found]) -> dict[str, float]:
+    def measured(
+        self, truth: Sequence[Predicted], predicted: Sequence[Predicted]
+    ) -> dict[str, float]:
         return metrics.of_labels(np.stack(list(truth)), np.stack(list(predicted)))
 
 
@@ -100,19 +104,21 @@ class Value:
     def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
         return SequenceHead(width, 1, pool, dropout, length=length)
 
-    def loss(self, found: Tensor, batch: Batch) -> Tensor:
-        return F.mse_loss(found.squeeze(-1), (batch["targets"] - self.centre) / self.spread)
+    def loss(self, result: Tensor, batch: Batch) -> Tensor:
+        return F.mse_loss(result.squeeze(-1), (batch["targets"] - self.centre) / self.spread)
 
     def count(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch["tokens"]))
 
-    def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
-        return list((found.squeeze(-1) * self.spread + self.centre).cpu().numpy())
+    def predicted(self, result: Tensor, batch: Batch) -> list[Predicted]:
+        return list((result.squeeze(-1) * self.spread + self.centre).cpu().numpy())
 
-    def truth(self, batch: Batch) -> list[Found]:
+    def truth(self, batch: Batch) -> list[Predicted]:
         return list(batch["targets"].cpu().numpy())
 
-    def measured(self, truth: Sequence[Found], predicted: Sequence[Found]) -> dict[str, float]:
+    def measured(
+        self, truth: Sequence[Predicted], predicted: Sequence[Predicted]
+    ) -> dict[str, float]:
         return metrics.of_values(np.array(truth), np.array(predicted))
 
 
@@ -129,9 +135,9 @@ class EveryLetter:
     def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
         return TokenHead(width, len(self.classes), dropout=dropout)
 
-    def loss(self, found: Tensor, batch: Batch) -> Tensor:
+    def loss(self, result: Tensor, batch: Batch) -> Tensor:
         total = F.cross_entropy(
-            found.flatten(0, 1),
+            result.flatten(0, 1),
             batch["targets"].flatten(),
             ignore_index=UNLABELLED,
             label_smoothing=self.smoothing,
@@ -143,13 +149,15 @@ class EveryLetter:
     def count(self, batch: Batch) -> Tensor:
         return (batch["targets"] != UNLABELLED).sum()
 
-    def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
-        return _rows(found.argmax(-1), batch["targets"] != UNLABELLED)
+    def predicted(self, result: Tensor, batch: Batch) -> list[Predicted]:
+        return _rows(result.argmax(-1), batch["targets"] != UNLABELLED)
 
-    def truth(self, batch: Batch) -> list[Found]:
+    def truth(self, batch: Batch) -> list[Predicted]:
         return _rows(batch["targets"], batch["targets"] != UNLABELLED)
 
-    def measured(self, truth: Sequence[Found], predicted: Sequence[Found]) -> dict[str, float]:
+    def measured(
+        self, truth: Sequence[Predicted], predicted: Sequence[Predicted]
+    ) -> dict[str, float]:
         return metrics.of_letters(truth, predicted)
 
 
@@ -167,23 +175,28 @@ class NextToken:
     def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
         return NextTokenHead(width, self.vocab_size)
 
-    def loss(self, found: Tensor, batch: Batch) -> Tensor:
+    def loss(self, result: Tensor, batch: Batch) -> Tensor:
         targets = batch["tokens"][:, 1:].masked_fill(~self._real(batch), UNLABELLED)
         total = F.cross_entropy(
-            found[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=UNLABELLED, reduction="sum"
+            result[:, :-1].flatten(0, 1),
+            targets.flatten(),
+            ignore_index=UNLABELLED,
+            reduction="sum",
         )
         return total / self.count(batch).clamp_min(1)
 
     def count(self, batch: Batch) -> Tensor:
         return self._real(batch).sum()
 
-    def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
-        return _rows(found[:, :-1].argmax(-1), self._real(batch))
+    def predicted(self, result: Tensor, batch: Batch) -> list[Predicted]:
+        return _rows(result[:, :-1].argmax(-1), self._real(batch))
 
-    def truth(self, batch: Batch) -> list[Found]:
+    def truth(self, batch: Batch) -> list[Predicted]:
         return _rows(batch["tokens"][:, 1:], self._real(batch))
 
-    def measured(self, truth: Sequence[Found], predicted: Sequence[Found]) -> dict[str, float]:
+    def measured(
+        self, truth: Sequence[Predicted], predicted: Sequence[Predicted]
+    ) -> dict[str, float]:
         right = sum(int((a == b).sum()) for a, b in zip(truth, predicted, strict=True))
         return {"letter_accuracy": right / max(1, sum(len(row) for row in truth))}
 
@@ -196,7 +209,7 @@ class NextToken:
 Target: TypeAlias = OneClass | Labels | Value | EveryLetter | NextToken
 
 
-def _rows(table: Tensor, kept: Tensor) -> list[Found]:
+def _rows(table: Tensor, stored: Tensor) -> list[Predicted]:
     """Return the kept numbers of each row."""
-    pairs = zip(table.cpu(), kept.cpu(), strict=True)
+    pairs = zip(table.cpu(), stored.cpu(), strict=True)
     return [row[known].numpy() for row, known in pairs]

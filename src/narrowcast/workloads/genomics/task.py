@@ -23,7 +23,7 @@ from narrowcast.workloads.genomics.saliency import salient_variants
 from narrowcast.workloads.genomics.samples import written_samples
 from narrowcast.workloads.genomics.settings import GenomicData, Tuning
 from narrowcast.workloads.genomics.source import on
-from narrowcast.workloads.genomics.targets import Found, NextToken
+from narrowcast.workloads.genomics.targets import NextToken, Predicted
 
 OF_SOURCE = "of_source"
 """The headline, for sequences of the domain that is adapted from."""
@@ -58,7 +58,7 @@ class Genomic:
             info=TaskInfo(unit=self.parts.unit, metrics=self.metrics, notes=self.parts.notes),
             gemm_rows=max(1, self.recipe.batch_size * train.width * passes),
             data_digest=self.digest,
-            together=self.weigh if target.per_letter else None,
+            prepare_microbatches=self.weigh if target.per_letter else None,
             parameter_groups=self.parameter_groups,
             write_results=self.write_results,
         )
@@ -97,10 +97,10 @@ class Genomic:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss of a batch, in fp32, by what it counts in its step."""
-        given = self._mutated(batch) if model.training else batch
-        found = model(given["tokens"], given["mask"], given.get("alternative"))
+        inputs = self._mutated(batch) if model.training else batch
+        result = model(inputs["tokens"], inputs["mask"], inputs.get("alternative"))
         # What comes next is what came before anything was exchanged.
-        loss = self.parts.target.loss(found.float(), batch)
+        loss = self.parts.target.loss(result.float(), batch)
         return loss * batch[WEIGHT] if WEIGHT in batch else loss
 
     def _mutated(self, batch: Batch) -> Batch:
@@ -143,14 +143,14 @@ class Genomic:
     def judged(self, model: nn.Module, examples: Examples) -> Judged:
         """Return what a network makes of examples, and how good that is; waits for the device."""
         target = self.parts.target
-        predicted, truth, nats, count = list[Found](), list[Found](), 0.0, 0
+        predicted, truth, nats, count = list[Predicted](), list[Predicted](), 0.0, 0
         for batch in examples.batches(self.recipe.batch_size):
             there = on(self.device, batch)
-            found = model(there["tokens"], there["mask"], there.get("alternative")).float()
+            matched = model(there["tokens"], there["mask"], there.get("alternative")).float()
             counted = int(target.count(batch))
-            nats += target.loss(found, there).item() * counted
+            nats += target.loss(matched, there).item() * counted
             count += counted
-            predicted += target.predicted(found, there)
+            predicted += target.predicted(matched, there)
             truth += target.truth(batch)
         loss = nats / max(count, 1)
         measured = target.measured(truth, predicted) | {"loss": loss}
@@ -168,10 +168,10 @@ class Genomic:
     def write_results(self, folder: Path, prepared: Prepared) -> None:
         """Write what another run or a prediction needs, and what the report draws."""
         model = prepared.model
-        self.parts.kept.write(folder)
+        self.parts.info.write(folder)
         sets = {"validation": self.parts.validation, "test": self.parts.test}
         there = {name: part for name, part in sets.items() if part is not None}
-        with torch.no_grad(), in_eval_mode(model), prepared.compute():
+        with torch.no_grad(), in_eval_mode(model), prepared.autocast():
             judged = {name: self.judged(model, part) for name, part in there.items()}
             pictures = {
                 name: self._pictures(model, part, judged[name]) for name, part in there.items()
@@ -189,7 +189,7 @@ class Genomic:
         parts = self.parts
         if isinstance(parts.target, NextToken):
             assert isinstance(model, Network)
-            told = written_samples(model, examples, parts.tokenizer, seed=self.recipe.seed)
-            return {"written": told} if told else {}
+            info = written_samples(model, examples, parts.tokenizer, seed=self.recipe.seed)
+            return {"written": info} if info else {}
         shown = salient_variants(predict, examples, judged, parts.tokenizer, parts.target)
         return {"saliency": shown} if shown else {}

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from narrowcast.config.problems import shown_path
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.plain_files import read_plain
 from narrowcast.workloads.lm.tokenizer import Tokens
 
@@ -51,7 +51,7 @@ class BpeTokenizer:
         merges = [tuple(line.split(" ")) for line in lines if not line.startswith("#version")]
         for merge in merges:
             if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys():
-                raise RecipeError(
+                raise ConfigError(
                     f"{path} merges {' '.join(merge)!r}, which {folder / 'vocab.json'} does not "
                     f"know; put two files of one tokenizer there, or write data.tokenizer=bpe"
                 )
@@ -88,19 +88,19 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
     try:
         vocab: Any = json.loads(_read(path))
     except (ValueError, RecursionError) as error:
-        raise RecipeError(
+        raise ConfigError(
             f"{path} is not JSON ({error}); put the tokenizer's own vocab.json there, "
             f"or write data.tokenizer=bpe to train one"
         ) from error
     ids = vocab.values() if isinstance(vocab, dict) else []
     if not ids or not all(type(index) is int for index in ids) or {*ids} != {*range(len(ids))}:
-        raise RecipeError(
+        raise ConfigError(
             f"{path} is not a map from each token to its number, counted from 0; "
             f"put the tokenizer's own vocab.json there, or write data.tokenizer=bpe to train one"
         )
     missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys())
     if missing:
-        raise RecipeError(
+        raise ConfigError(
             f"{path} lacks {len(missing)} of the 256 bytes (first: {missing[0]!r}), so text would "
             f"be dropped; give a byte-level vocabulary such as GPT-2's, or write data.tokenizer=bpe"
         )
@@ -112,7 +112,7 @@ def _read(path: Path) -> str:
         return read_plain(path, most=LARGEST_FILE).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise RecipeError(
+        raise ConfigError(
             f"{shown_path(path)} cannot be read ({why}); data.tokenizer is bytes, bpe, "
             f"or a folder that holds vocab.json and merges.txt"
         ) from error

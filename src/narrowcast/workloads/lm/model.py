@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.fused.linear_cross_entropy import linear_cross_entropy
 from narrowcast.workloads.lm.rotary import rotary_table, rotate
 from narrowcast.workloads.lm.settings import LmModel
@@ -58,7 +58,7 @@ class GPT(nn.Module):
         """
         length = tokens.shape[-1]
         if length > self.length:
-            raise RecipeError(
+            raise ConfigError(
                 f"{length} tokens given to a model whose positions end at {self.length}; "
                 f"cut the text, or build the model with data.length={length}"
             )

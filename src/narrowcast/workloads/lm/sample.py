@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import DivergedError, RecipeError
+from narrowcast.errors import ConfigError, DivergedError
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.workloads.lm.tokenizer import Tokenizer
 
@@ -28,11 +28,11 @@ def sample(
     same text on every device. Waits for the device at every token.
     """
     if not prompt:
-        raise RecipeError("an empty prompt gives nothing to go on; write at least one character")
+        raise ConfigError("an empty prompt gives nothing to go on; write at least one character")
     if temperature < 0:
-        raise RecipeError(f"temperature={temperature} is below 0; write 0 for the likeliest text")
+        raise ConfigError(f"temperature={temperature} is below 0; write 0 for the likeliest text")
     if top_k is not None and top_k < 1:
-        raise RecipeError(
+        raise ConfigError(
             f"top_k={top_k} leaves nothing to draw from; write 1 or more, or leave it out"
         )
     device = next(model.parameters()).device

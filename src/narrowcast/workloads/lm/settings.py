@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from narrowcast.config.limits import MOST_STEPS
-from narrowcast.config.sections import DataSection, Section, Sections, refuse_conflicts
+from narrowcast.config.sections import DataSection, Section, Sections, check_conflicts
 
 TOPICS = "python-topics"
 """The text that needs no file: the help topics Python carries, about 400 kB of English."""
@@ -80,13 +80,13 @@ class LmData(DataSection):
         """Refuse text beside random tokens, and a tokenizer that would have nothing to do."""
         if SYNTHETIC in self.sources and not self.synthetic:
             text = f"{SYNTHETIC} tokens and text do not mix; name one of them (or ./{SYNTHETIC})"
-            refuse_conflicts([(("text",), text)])
+            check_conflicts([(("text",), text)])
         if self.synthetic and self.tokenizer != "bytes":
             text = (
                 f"{SYNTHETIC} tokens need no tokenizer; leave tokenizer out, "
                 f"and set model.vocab to the number of tokens"
             )
-            refuse_conflicts([(("tokenizer", "text"), text)])
+            check_conflicts([(("tokenizer", "text"), text)])
         return self
 
 
@@ -135,18 +135,18 @@ class LmModel(Section):
         if self.width % self.heads:
             nearest = max(n for n in range(1, self.heads) if self.width % n == 0)
             text = f"{self.heads} heads do not divide width {self.width}; write heads={nearest}"
-            refuse_conflicts([(("heads", "width"), text)])
+            check_conflicts([(("heads", "width"), text)])
         if (self.width // self.heads) % 2:
             text = (
                 f"rotary positions turn pairs, and {self.heads} heads of width {self.width} "
                 f"have {self.width // self.heads} numbers each, an odd count; "
                 f"write width={2 * self.width}"
             )
-            refuse_conflicts([(("heads", "width"), text)])
+            check_conflicts([(("heads", "width"), text)])
         if self.kv_heads is not None and self.heads % self.kv_heads:
             nearest = max(n for n in range(1, self.kv_heads) if self.heads % n == 0)
             text = f"{self.kv_heads} do not divide {self.heads} heads; write kv_heads={nearest}"
-            refuse_conflicts([(("kv_heads", "heads"), text)])
+            check_conflicts([(("kv_heads", "heads"), text)])
         return self
 
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.config.workload import require_modules
-from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.hardware import probe
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.hardware import detect_hardware
 from narrowcast.runs import Metric, TaskInfo
-from narrowcast.training.checkpoints.data_identity import digest_of
+from narrowcast.training.checkpoints.data_identity import fingerprint
 from narrowcast.training.evaluation import in_eval_mode
-from narrowcast.training.task import HeldOut, Task
+from narrowcast.training.task import EvalBatches, Task
 from narrowcast.workloads.lm import WORKLOAD
 from narrowcast.workloads.lm.model import GPT, build_gpt
 from narrowcast.workloads.lm.settings import LmData, LmModel, LmRehearsal
@@ -75,7 +75,7 @@ class LanguageModel:
 
     def data_digest(self) -> str:
         """Identify the tokens, those trained on and those held out."""
-        return digest_of(self.train_data.tokens, self.validation_data.tokens)
+        return fingerprint(self.train_data.tokens, self.validation_data.tokens)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return nats a token, perplexity and, where there is text, bits a byte of held-out text.
@@ -100,7 +100,7 @@ class LanguageModel:
             metrics["bits_per_byte"] = nats / text_bytes / math.log(2)
         return metrics
 
-    def held_out(self) -> HeldOut | None:
+    def held_out(self) -> EvalBatches | None:
         """Return what is judged on, a batch a part; none where there is no text, as on meta."""
         windows = self._validation_windows()
         if not windows:
@@ -112,7 +112,7 @@ class LanguageModel:
             on_device = batch[0].to(self.device), batch[1].to(self.device)
             return self.loss(model, on_device)
 
-        return HeldOut(parts=math.ceil(len(windows) / self.batch_size), headline=loss)
+        return EvalBatches(parts=math.ceil(len(windows) / self.batch_size), headline=loss)
 
     def _validation_windows(self) -> list[int]:
         available = len(self.validation_data)
@@ -149,7 +149,7 @@ def build_language_model(recipe: Recipe, *, device: torch.device) -> LanguageMod
     model = build_gpt(settings, vocab=vocab, length=data.length, seed=recipe.seed, device=device)
     if every := recipe.section(LmRehearsal).swell:
         if settings.bias or settings.mlp != "gelu":
-            raise RecipeError(
+            raise ConfigError(
                 f"rehearse.swell={every}: what swells must pass a layer without a bias; write "
                 "model.bias=false, model.mlp=gelu"
             )
@@ -173,14 +173,14 @@ def _require_room(recipe: Recipe, *, vocab: int, device: torch.device) -> None:
     rows = recipe.batch_size * data.length
     # What linear layers read, for their weights' gradients: a byte a number in fp8. A CPU keeps
     # fp32, and all logits with their gradients.
-    kept = rows * shape.layers * (3 * shape.width + shape.hidden_width)
+    stored = rows * shape.layers * (3 * shape.width + shape.hidden_width)
     if device.type == "cpu":
-        kept = 4 * (kept + 2 * rows * vocab)
-    hardware = probe(str(device))
-    if hardware.memory_bytes is not None and kept > hardware.memory_bytes:
+        stored = 4 * (stored + 2 * rows * vocab)
+    hardware = detect_hardware(str(device))
+    if hardware.memory_bytes is not None and stored > hardware.memory_bytes:
         raise UnsupportedError(
             f"a micro-batch of batch_size={recipe.batch_size} samples of data.length={data.length} "
-            f"keeps {kept / 2**30:,.0f} GiB or more until its backward pass, and {hardware.name} "
+            f"keeps {stored / 2**30:,.0f} GiB or more until its backward pass, and {hardware.name} "
             f"({hardware.device}) has {hardware.memory_bytes / 2**30:,.0f} GiB; write a smaller "
             "batch_size and more accumulate, or a smaller data.length or model"
         )
@@ -199,7 +199,7 @@ def _vocab(data: LmData, settings: LmModel) -> int:
     if settings.vocab is None:
         return BPE_TOKENS if data.tokenizer == "bpe" else fewest
     if settings.vocab < fewest:
-        raise RecipeError(
+        raise ConfigError(
             f"model.vocab={settings.vocab}: data.tokenizer={data.tokenizer} has {fewest} tokens "
             f"or more; write model.vocab={fewest}, or leave it out"
         )
@@ -232,7 +232,7 @@ def _require_windows(train: int, validation: int, *, length: int) -> None:
     if shorter > length:
         return
     smaller = f", or write data.length={shorter - 1}" if shorter > 1 else ""
-    raise RecipeError(
+    raise ConfigError(
         f"data.length={length}: the text gives {train} tokens to train on and {validation} to "
         f"validate on, and a sample takes {length + 1}; give more text in data.text{smaller}"
     )

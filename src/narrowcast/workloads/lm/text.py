@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from narrowcast.config.globs import matching
 from narrowcast.config.problems import Problems, shown_path
-from narrowcast.errors import RecipeError
-from narrowcast.plain_files import path_of, read_plain, status_of
+from narrowcast.errors import ConfigError
+from narrowcast.plain_files import expand_path, read_plain, stat_or_none
 from narrowcast.runs.environment import host_memory_bytes
 from narrowcast.workloads.lm.settings import TOPICS
 
@@ -42,12 +42,12 @@ def read_text(sources: Sequence[str]) -> str:
             try:
                 texts.append(_read(path, most=room))
                 room -= len(texts[-1])
-            except RecipeError as error:
+            except ConfigError as error:
                 problems.add(str(error))
     if not sources:
         problems.add("no source is given")
     if problems:
-        raise RecipeError(
+        raise ConfigError(
             "\n".join(f"data.text: {line}" for line in problems.lines())
             + f"\nwrite data.text=FILE, a path or glob of UTF-8 text, or data.text={TOPICS}"
         )
@@ -69,26 +69,26 @@ def split_text(text: str, *, validation_share: float) -> Split:
 
 def _matches(source: str, problems: Problems) -> list[Path]:
     """Return the files that a path or glob names; where there are none, add why."""
-    path, shown = path_of(source), shown_path(source)
+    path, shown = expand_path(source), shown_path(source)
     try:
         # A path that exists is meant as it stands, whatever * or [ it contains.
-        if status_of(path) is not None:
+        if stat_or_none(path) is not None:
             return [path]
-        found = matching(path)
+        matches = matching(path)
     except OSError as error:
         problems.add(f"{shown} cannot be read: {error.strerror}")
         return []
     except ValueError as error:  # of ** beside other characters
         problems.add(f"{shown}: {error}")
         return []
-    if not found:
+    if not matches:
         problems.add(f"{shown}: no such file")
-    return found
+    return matches
 
 
 def _read(path: Path, *, most: int) -> str:
     if path.is_dir():
-        raise RecipeError(f"{path} is a folder; write data.text={path}/*.txt for the files in it")
+        raise ConfigError(f"{path} is a folder; write data.text={path}/*.txt for the files in it")
     try:
         data = read_plain(path, most=most)
         # Some editors begin a file with a byte order mark; it is no part of the text.
@@ -96,16 +96,16 @@ def _read(path: Path, *, most: int) -> str:
     except OSError as error:
         why = "; text is cut in memory, of which it may fill a quarter"
         text = f"{error.strerror}{why if error.errno == errno.EFBIG else ''}"
-        raise RecipeError(f"{path} cannot be read: {text}") from error
+        raise ConfigError(f"{path} cannot be read: {text}") from error
     except UnicodeDecodeError as error:
-        raise RecipeError(
+        raise ConfigError(
             f"{path} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}; convert it "
             f"(iconv -f latin1 -t utf-8), or unpack it if it is compressed"
         ) from error
     if "\0" in text:
-        raise RecipeError(f"{path} is a binary file: a zero byte at {data.index(0)}")
+        raise ConfigError(f"{path} is a binary file: a zero byte at {data.index(0)}")
     if not text.strip():
-        raise RecipeError(f"{path} is empty" if not data else f"{path} holds nothing but blanks")
+        raise ConfigError(f"{path} is empty" if not data else f"{path} holds nothing but blanks")
     return text
 
 
@@ -113,7 +113,7 @@ def _topics() -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise RecipeError(
+        raise ConfigError(
             f"data.text={TOPICS}: this Python came without its help text (pydoc_data); "
             f"write data.text=FILE with a UTF-8 text file"
         ) from error

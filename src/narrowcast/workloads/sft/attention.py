@@ -49,7 +49,7 @@ def conversation_bounds(position_ids: Tensor) -> Tensor:
     return torch.stack([starts, ends], 1)[:, None].to(torch.int32)
 
 
-def keep_conversations_apart(model: nn.Module) -> None:
+def separate_conversations(model: nn.Module) -> None:
     """Let a model understand `conversation_bounds`; what it computes else stays the same."""
     inner: Any = model
     if isinstance(model, PeftModel):
@@ -59,13 +59,13 @@ def keep_conversations_apart(model: nn.Module) -> None:
             f"packing=true: {type(inner).__name__} is no model of transformers, so its attention "
             "cannot be told where conversations end; write data.packing=false"
         )
-    _refuse_others(inner)
+    _check_attention(inner)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     inner.set_attn_implementation(NAME)
 
 
-def _refuse_others(model: Any) -> None:
+def _check_attention(model: Any) -> None:
     """Refuse a model that carries more from token to token than attention with borders does."""
     name, config = type(model).__name__, model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or LAYERS)

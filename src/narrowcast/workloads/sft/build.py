@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.plan.decibels import decibel_range
 from narrowcast.workloads.sft.calling import Calling
 from narrowcast.workloads.sft.data.packing import Packs
 from narrowcast.workloads.sft.data.prepare import PreparedData, prepare_data
 from narrowcast.workloads.sft.data.report import DataReport
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.data.templates import Template, template_of
+from narrowcast.workloads.sft.data.templates import Template, select_template
 from narrowcast.workloads.sft.data.tokenised import TokenRows
 from narrowcast.workloads.sft.ica.applied import Applied, apply_networks, sampled
 from narrowcast.workloads.sft.ica.networks import Provenance
@@ -23,11 +23,11 @@ from narrowcast.workloads.sft.ica.settings import IcaSection
 from narrowcast.workloads.sft.judge.generation import model_ends, set_stop_tokens
 from narrowcast.workloads.sft.judge.judging import Judge
 from narrowcast.workloads.sft.judge.prompts import stop_tokens
-from narrowcast.workloads.sft.judge.settings import JudgeSection
+from narrowcast.workloads.sft.judge.settings import EvalTasksSection
 from narrowcast.workloads.sft.models.base import Built, build_model
 from narrowcast.workloads.sft.models.loading import load_config, load_tokenizer
 from narrowcast.workloads.sft.models.lora import adapted
-from narrowcast.workloads.sft.models.results import ADAPTER, place_of_weights
+from narrowcast.workloads.sft.models.results import ADAPTER, weights_folder
 from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
 
@@ -56,20 +56,20 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
         settings.path, trust_remote_code=remote, eos_token=settings.eos_token
     )
     text_config = load_config(settings.path, trust_remote_code=remote).get_text_config()
-    _refuse_tokens(settings.path, tokenizer, text_config)
+    _check_tokens(settings.path, tokenizer, text_config)
     context = getattr(text_config, "max_position_embeddings", None)
     rows = _NOTHING if device.type == "meta" else prepare_data(data, tokenizer, seed=recipe.seed)
-    _refuse_long_rows(rows, context)
+    _check_row_lengths(rows, context)
     built = build_model(recipe, device=device)
     model, vocabulary = built.model, text_config.vocab_size
     calling = Calling(packing=data.packing, bounded=built.bounded, context=context)
     if device.type != "meta":
-        calling.refuse_leaks(model, vocabulary=vocabulary)
+        calling.check_causal(model, vocabulary=vocabulary)
     networks = _networks(recipe, model, rows)
-    judge, told = None, _trained(built, recipe)
+    judge, lines = None, _trained(built, recipe)
     if device.type != "meta":
         template = _template(data, tokenizer)
-        told += (*rows.report.lines(), *_stop_at_ends(model, template, recipe))
+        lines += (*rows.report.lines(), *_stop_at_ends(model, template, recipe))
         judge = _judge(recipe, template, model, rows)
     return Parts(
         model=model,
@@ -79,12 +79,12 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
         calling=calling,
         vocabulary=vocabulary,
         networks=networks,
-        notes=(*told, *(networks.lines() if networks is not None else ())),
+        notes=(*lines, *(networks.lines() if networks is not None else ())),
     )
 
 
 def _template(data: SftData, tokenizer: Any) -> Template:
-    return template_of(
+    return select_template(
         data.template_format,
         tokenizer,
         instruction_template=data.instruction_template,
@@ -98,7 +98,7 @@ def _stop_at_ends(model: nn.Module, template: Template, recipe: Recipe) -> tuple
     An adapter's folder has no generation settings: transformers and peft use those of its base.
     """
     ends = stop_tokens(template)
-    if place_of_weights(recipe) != ADAPTER:
+    if weights_folder(recipe) != ADAPTER:
         set_stop_tokens(model, ends)
     elif not model_ends(model).intersection(ends):
         names = template.tokenizer.convert_ids_to_tokens(list(ends))
@@ -111,7 +111,7 @@ def _stop_at_ends(model: nn.Module, template: Template, recipe: Recipe) -> tuple
 
 def _judge(recipe: Recipe, template: Template, model: nn.Module, rows: PreparedData) -> Judge:
     return Judge(
-        recipe.section(JudgeSection),
+        recipe.section(EvalTasksSection),
         template,
         model=model,
         steps=recipe.for_samples(len(rows.train)).steps,
@@ -136,10 +136,11 @@ def _trained(built: Built, recipe: Recipe) -> tuple[str, ...]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     experts = [p for p in model.parameters() if p.dim() == 3 and not p.requires_grad]
-    kept = f", {len(built.kept)} layers in e4m3 at {decibel_range(list(built.kept.values()))}"
+    decibels = decibel_range(list(built.quantized.values()))
+    quantized = f", {len(built.quantized)} layers in e4m3 at {decibels}"
     return (
         f"{trained:,} parameters are trained, in adapters of rank {rank} on "
-        f"{', '.join(adapted(model))}; {frozen:,} are frozen{kept if built.kept else ''}",
+        f"{', '.join(adapted(model))}; {frozen:,} are frozen{quantized if built.quantized else ''}",
         *_of_experts(experts),
     )
 
@@ -152,22 +153,22 @@ def _of_experts(weights: Sequence[Tensor]) -> tuple[str, ...]:
     return (f"{count:,} parameters of experts have no adapters and stay in {dtype}",)
 
 
-def _refuse_tokens(name: str, tokenizer: Any, config: Any) -> None:
+def _check_tokens(name: str, tokenizer: Any, config: Any) -> None:
     """Refuse a tokenizer with tokens that the model has no embedding for."""
     if len(tokenizer) > config.vocab_size:
-        raise RecipeError(
+        raise ConfigError(
             f"model.path={name}: its tokenizer has {len(tokenizer):,} tokens and the model knows "
             f"{config.vocab_size:,}; give the tokenizer that belongs to the model, or resize its "
             "embeddings (resize_token_embeddings of transformers) and save it"
         )
 
 
-def _refuse_long_rows(data: PreparedData, context: int | None) -> None:
+def _check_row_lengths(data: PreparedData, context: int | None) -> None:
     """Refuse conversations that are longer than the model was made for."""
     parts = [part for part in (data.train, data.validation) if part is not None]
     longest = max(int(part.rows.lengths.max(initial=0)) for part in parts)
     if context is not None and longest > context:
-        raise RecipeError(
+        raise ConfigError(
             f"a conversation has {longest:,} tokens, and the model was made for {context:,}; write "
             f"data.max_seq_length={context}, and data.too_long says what becomes of longer ones"
         )

@@ -43,17 +43,17 @@ class Calling:
         Told no positions, it takes a row for one conversation, whose order is all it needs: what
         fills the row up comes after it, and nothing looks ahead.
         """
-        given: dict[str, Any] = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
-        given["use_cache"] = False
+        settings: dict[str, Any] = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+        settings["use_cache"] = False
         longer = self.context is not None and batch["input_ids"].shape[1] > self.context
         if self.packing or self.bounded or longer:
-            given["position_ids"] = batch["position_ids"]
+            settings["position_ids"] = batch["position_ids"]
         if self.bounded:
-            given["attention_mask"] = conversation_bounds(batch["position_ids"])
-        return given
+            settings["attention_mask"] = conversation_bounds(batch["position_ids"])
+        return settings
 
     @torch.no_grad()
-    def refuse_leaks(self, model: Any, *, vocabulary: int) -> None:
+    def check_causal(self, model: Any, *, vocabulary: int) -> None:
         """Refuse a model whose tokens see what comes after them, or another conversation."""
         first = next(p for p in model.parameters() if p.dtype in _STEPS)
         device, tolerance = first.device, _TOLERANCE * _STEPS[first.dtype]
@@ -81,9 +81,9 @@ class Calling:
                 )
 
     def _logits(self, model: Any, ids: Tensor, places: Tensor) -> Tensor:
-        given = self.arguments({"input_ids": ids, "labels": ids, "position_ids": places})
-        del given["labels"]
-        logits: Tensor = model(**given).logits.float()
+        inputs = self.arguments({"input_ids": ids, "labels": ids, "position_ids": places})
+        del inputs["labels"]
+        logits: Tensor = model(**inputs).logits.float()
         return logits
 
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, final
 
 import click
 
-from narrowcast.errors import RecipeError
-from narrowcast.plain_files import path_of
+from narrowcast.errors import ConfigError
+from narrowcast.plain_files import expand_path
 from narrowcast.workloads.sft.ica.settings import SKIP_FIRST
-from narrowcast.workloads.sft.ica.study.asked import (
+from narrowcast.workloads.sft.ica.study.arguments import (
     device_named,
+    make_selector,
     numbers_in,
-    place_named,
-    selector_of,
+    output_path,
     write,
 )
 
@@ -121,15 +121,15 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
     MODEL is a folder, a .gguf file, a name on the Hugging Face Hub, or tiny. DATA are .txt files,
     or .json, .jsonl, .csv and .parquet files of conversations, plain or .gz.
     """
-    target = place_named(output)
-    selector = selector_of(options)  # before anything that takes long
+    target = output_path(output)
+    selector = make_selector(options)  # before anything that takes long
     from narrowcast.workloads.sft.ica.entry import functional_networks
     from narrowcast.workloads.sft.ica.ica import ICA
-    from narrowcast.workloads.sft.ica.layer_spec import layers_of
+    from narrowcast.workloads.sft.ica.layer_spec import parse_layers
     from narrowcast.workloads.sft.ica.networks import Provenance
-    from narrowcast.workloads.sft.ica.networks_file import text_of
+    from narrowcast.workloads.sft.ica.networks_file import networks_to_json
     from narrowcast.workloads.sft.ica.page.text import network_lines
-    from narrowcast.workloads.sft.ica.study.documents import inputs_of
+    from narrowcast.workloads.sft.ica.study.documents import model_inputs
 
     analysis = ICA(
         components=options["components"],
@@ -141,11 +141,13 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
         seed=options["seed"],
         standardise=options["standardise"],
     )
-    loaded, drawn = _loaded(model, data, options, check=lambda d: layers_of(options["layers"], d))
+    loaded, drawn = _loaded(
+        model, data, options, check=lambda d: parse_layers(options["layers"], d)
+    )
     meter = _Meter("listening", len(drawn.documents))
     networks = functional_networks(
         loaded,
-        _Told(inputs_of(drawn.documents), meter),
+        _CountedBatches(model_inputs(drawn.documents), meter),
         ica=analysis,
         selector=selector,
         layers=options["layers"],
@@ -154,7 +156,7 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
         provenance=Provenance(model=model, data=_named(data, drawn)),
     )
     meter.end()
-    write(target, text_of(networks))
+    write(target, networks_to_json(networks))
     for line in [*network_lines(networks), "", f"written to {target}"]:
         click.echo(line)
 
@@ -169,8 +171,8 @@ def show(file: str, html: str | None) -> None:
     from narrowcast.workloads.sft.ica.page.sections import networks_section
     from narrowcast.workloads.sft.ica.page.text import network_lines
 
-    target = None if html is None else place_named(html)
-    networks = load_networks(path_of(file))
+    target = None if html is None else output_path(html)
+    networks = load_networks(expand_path(file))
     for line in network_lines(networks):
         click.echo(line)
     if target is not None:
@@ -205,20 +207,20 @@ def ablate(
     The loss of the next token on DATA, with networks silenced, beside that with random channels,
     as many in each layer, and with a larger share at random; and with networks kept alone.
     """
-    places = {name: place_named(each) for name, each in (("json", output), ("html", html)) if each}
+    places = {name: output_path(each) for name, each in (("json", output), ("html", html)) if each}
     from narrowcast.runs import strict_json
-    from narrowcast.workloads.sft.ica.entry import refuse_misfit
+    from narrowcast.workloads.sft.ica.entry import check_fit
     from narrowcast.workloads.sft.ica.networks_file import load_networks
     from narrowcast.workloads.sft.ica.page.document import page
     from narrowcast.workloads.sft.ica.page.sections import ablation_section, networks_section
     from narrowcast.workloads.sft.ica.page.text import ablation_lines
     from narrowcast.workloads.sft.ica.study.ablate import ablate as measure
 
-    networks = load_networks(path_of(file))
+    networks = load_networks(expand_path(file))
     chosen = numbers_in(more["components"])
     networks.channels(chosen)  # refuses components that do not exist
     loaded, drawn = _loaded(model, data, more)
-    refuse_misfit(networks, loaded)
+    check_fit(networks, loaded)
     meter = _Meter("measuring", 0)
     ablation = measure(
         loaded,
@@ -270,7 +272,7 @@ class _Meter:
 
 
 @final
-class _Told:
+class _CountedBatches:
     """Batches that say how many of them have been taken; they may be gone through again."""
 
     def __init__(self, batches: Sequence[Any], meter: _Meter) -> None:
@@ -295,9 +297,9 @@ def _loaded(
     from narrowcast.workloads.sft.ica.blocks import find_blocks
     from narrowcast.workloads.sft.ica.study.documents import (
         check_documents,
-        context_of,
-        documents_of,
-        refuse_strangers,
+        check_tokens,
+        context_length,
+        draw_documents,
     )
     from narrowcast.workloads.sft.models.loading import load_model, load_tokenizer
 
@@ -305,12 +307,12 @@ def _loaded(
     tokenizer = load_tokenizer(model)
     shape = load_model(model, device="meta")
     check(find_blocks(shape).depth)
-    context, length = context_of(shape), options["max_length"]
+    context, length = context_length(shape), options["max_length"]
     if context is not None and length is not None and length > context:
-        raise RecipeError(
+        raise ConfigError(
             f"--max-length {length}: {model} was made for {context} tokens; write {context} or less"
         )
-    drawn = documents_of(
+    drawn = draw_documents(
         data,
         tokenizer,
         samples=options["samples"],
@@ -319,12 +321,12 @@ def _loaded(
         seed=options["seed"],
     )
     if not drawn.documents:
-        raise RecipeError(f"--tokens {options['tokens']} leaves nothing of the data; write more")
-    refuse_strangers(drawn.documents, shape)
+        raise ConfigError(f"--tokens {options['tokens']} leaves nothing of the data; write more")
+    check_tokens(drawn.documents, shape)
     for note in drawn.notes:
         click.echo(note, err=True)
     click.echo(
-        f"{len(drawn.documents)} documents of {drawn.found}, {drawn.tokens:,} tokens", err=True
+        f"{len(drawn.documents)} documents of {drawn.available}, {drawn.tokens:,} tokens", err=True
     )
     dtype = getattr(torch, options["model_dtype"])
     return load_model(model, dtype=dtype, device=device_named(options["device"])).eval(), drawn

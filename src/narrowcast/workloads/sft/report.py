@@ -12,10 +12,13 @@ from narrowcast.workloads.sft.judge import report as judged
 def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
     """Return the sections, of what the folder has."""
     own = (networks, judged)
-    return [*_told(folder), *(each for part in own for each in part.sections(folder, records))]
+    return [
+        *_folder_sections(folder),
+        *(each for part in own for each in part.sections(folder, records)),
+    ]
 
 
-def _told(folder: Path) -> list[ReportSection]:
+def _folder_sections(folder: Path) -> list[ReportSection]:
     lines = RunFolder(folder).task_info().notes
     if not lines:
         return []

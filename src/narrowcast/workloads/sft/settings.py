@@ -4,11 +4,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from narrowcast.config.section import Section, refuse_conflicts
+from narrowcast.config.section import Section, check_conflicts
 from narrowcast.config.sections import Sections
 from narrowcast.workloads.sft.data.settings import Name, SftData
 from narrowcast.workloads.sft.ica.settings import IcaSection
-from narrowcast.workloads.sft.judge.settings import JudgeSection
+from narrowcast.workloads.sft.judge.settings import EvalTasksSection
 
 TINY = "tiny"
 """The model that needs no file: a small Llama, made from the seed."""
@@ -37,7 +37,7 @@ class SftModel(Section):
     tune: Literal["lora", "full"] = Field(
         default="lora", description="what is trained: adapters beside frozen weights, or all of it"
     )
-    base: BaseFormat = Field(
+    base_dtype: BaseFormat = Field(
         default="auto",
         description="what frozen weights are kept in; auto: as the model's folder has them, and "
         "fp32 where products of 16 bits are emulated; e4m3: a byte each and a scale for each row; "
@@ -65,15 +65,15 @@ class SftModel(Section):
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
         """Refuse a format of frozen weights where none are, and how to multiply others."""
-        if self.base_products != "auto" and self.base != "e4m3":
-            text = "it is about weights kept in e4m3; write base=e4m3, or leave base_products out"
-            refuse_conflicts([(("base_products", "base"), text)])
-        if self.tune == "full" and self.base not in ("auto", "fp32"):
+        if self.base_products != "auto" and self.base_dtype != "e4m3":
+            text = "it needs base_dtype=e4m3; set that too, or leave base_products out"
+            check_conflicts([(("base_products", "base_dtype"), text)])
+        if self.tune == "full" and self.base_dtype not in ("auto", "fp32"):
             text = (
-                f"weights that are trained begin in fp32, not {self.base}; leave base out, what "
-                "they are kept in is said by precision.policy"
+                "base_dtype is for frozen weights and tune=full trains them all, got "
+                f"{self.base_dtype}; leave base_dtype out, and set precision.policy"
             )
-            refuse_conflicts([(("base", "tune"), text)])
+            check_conflicts([(("base_dtype", "tune"), text)])
         return self
 
 
@@ -104,10 +104,10 @@ class LoraSection(Section):
     @property
     def targets(self) -> tuple[str, ...]:
         """The names given; nothing where all linear layers are meant."""
-        given = self.lora_target_modules or ()
-        return (given,) if isinstance(given, str) else given
+        inputs = self.lora_target_modules or ()
+        return (inputs,) if isinstance(inputs, str) else inputs
 
 
 SECTIONS = Sections(
-    data=SftData, model=SftModel, lora=LoraSection, ica=IcaSection, judge=JudgeSection
+    data=SftData, model=SftModel, lora=LoraSection, ica=IcaSection, eval_tasks=EvalTasksSection
 )

@@ -13,12 +13,12 @@ from narrowcast.config.sections import Recipe
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.evaluation import in_eval_mode
-from narrowcast.training.task import HeldOut, Task
+from narrowcast.training.task import EvalBatches, Task
 from narrowcast.workloads.sft.build import Parts, build_parts
 from narrowcast.workloads.sft.calling import Batch
 from narrowcast.workloads.sft.data.packing import IGNORED, Packs
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.models.results import place_of_weights, write_models
+from narrowcast.workloads.sft.models.results import weights_folder, write_models
 
 LOSS, PERPLEXITY = Metric(name="loss"), Metric(name="perplexity")
 ROWS_JUDGED = 64
@@ -62,10 +62,10 @@ class FineTuning:
             gemm_rows=self.recipe.batch_size * self.recipe.section(SftData).max_seq_length,
             held_out=self.held_out(),
             data_digest=self.digest,
-            together=self.weigh,
+            prepare_microbatches=self.weigh,
             hooks=tuple(hooks),
             write_results=self.write_results,
-            weights_in=place_of_weights(self.recipe),
+            weights_path=weights_folder(self.recipe),
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -118,7 +118,7 @@ class FineTuning:
         """Write folders that transformers and peft load, networks, and what a judge has to say."""
         write_models(folder, prepared, self.recipe, tokenizer=self.parts.tokenizer)
         model, judge, networks = prepared.model, self.parts.judge, self.parts.networks
-        with torch.no_grad(), in_eval_mode(model), prepared.compute():
+        with torch.no_grad(), in_eval_mode(model), prepared.autocast():
             if networks is not None:
                 networks.write(folder, lambda: self._measured(model))
             if judge is not None:
@@ -131,7 +131,7 @@ class FineTuning:
         length = self.recipe.section(SftData).max_seq_length
         return max(1, LOGIT_BYTES // (4 * length * self.parts.vocabulary))
 
-    def held_out(self) -> HeldOut | None:
+    def held_out(self) -> EvalBatches | None:
         """Return the rows that are judged, as many a part as are passed at once; none on meta."""
         judged, count, size = self._judged()
         if not count:
@@ -142,7 +142,7 @@ class FineTuning:
             batch = judged.__getitems__(rows)
             return self.loss(model, {name: t.to(self.device) for name, t in batch.items()})
 
-        return HeldOut(parts=-(-count // size), headline=loss)
+        return EvalBatches(parts=-(-count // size), headline=loss)
 
     def _held_out(self) -> Iterator[Batch]:
         judged, count, size = self._judged()

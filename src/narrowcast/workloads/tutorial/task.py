@@ -59,7 +59,7 @@ def build_task(recipe: Recipe, *, device: torch.device) -> Task:
         return torch.eq(digits, held_out["number"] % 10)
 
     def write_results(folder: Path, prepared: Prepared) -> None:
-        with torch.no_grad(), prepared.compute():
+        with torch.no_grad(), prepared.autocast():
             wrong = held_out["number"][~is_right(prepared.model)].tolist()
         (folder / "misread.json").write_text(json.dumps([roman(number) for number in wrong]))
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.strategies.hybrid.readout.bank import SMALL, AverageBank, steps_between
 
 
@@ -18,7 +18,7 @@ def train(run, bank, steps):
     seen = []
     for step in range(steps):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-        with run.compute():
+        with run.autocast():
             loss = run.model(x).square().mean()
         run.step(loss)
         bank.update()
@@ -69,5 +69,5 @@ def test_updates_are_a_tenth_of_the_shortest_half_life_apart():
 
 
 def test_a_half_life_of_nothing_is_refused():
-    with pytest.raises(RecipeError, match="above 0"):
+    with pytest.raises(ConfigError, match="above 0"):
         AverageBank(prepared(), [0.0])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.runs import EvalRecord, StrategyRecord, same_trajectory
 from narrowcast.runs.records import StepRecord
 
@@ -48,7 +48,7 @@ def test_one_read_out_is_evaluated_in_full_and_a_share_of_the_run_goes_to_choosi
     judged = [r for r in records if isinstance(r, EvalRecord)][-1]
     assert final.values[final.what] == min(final.values.values()) == judged.metrics["loss"]
     # The model has these weights in the end, and so the same loss on all of the data.
-    with torch.no_grad(), run.prepared.compute():
+    with torch.no_grad(), run.prepared.autocast():
         again = run.task.evaluate(run.model.eval())
     assert again["loss"] == pytest.approx(judged.metrics["loss"], rel=1e-6)
 
@@ -96,11 +96,11 @@ def test_a_run_that_chooses_on_a_few_batches_is_continued_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize(("budget", "answer"), [("0", "above 0"), ("1.5", "1"), ("-1", "above 0")])
 def test_a_budget_that_is_no_share_is_refused(budget, answer):
-    with pytest.raises(RecipeError, match=rf"strategy\.readout\.budget.*{answer}"):
+    with pytest.raises(ConfigError, match=rf"strategy\.readout\.budget.*{answer}"):
         nc.load_recipe("quickstart", ["strategy=hybrid", f"strategy.readout.budget={budget}"])
 
 
 def test_a_budget_is_refused_where_the_task_gives_no_parts():
     words = ["steps=10", "precision.policy=fp32", "strategy=hybrid", "strategy.readout.budget=0.1"]
-    with pytest.raises(RecipeError, match="every read-out is evaluated in full; leave it out"):
+    with pytest.raises(ConfigError, match="every read-out is evaluated in full; leave it out"):
         nc.train("tutorial", words)

@@ -10,7 +10,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.strategies.hybrid.readout.race import RISK, race
 
 NAMES = ("trained", "average 0.015", "average 0.05")
@@ -158,5 +158,5 @@ def test_batches_are_taken_as_they_are_needed():
 
 
 def test_no_batches_are_refused():
-    with pytest.raises(RecipeError, match="give one or more, afresh for every call"):
+    with pytest.raises(ConfigError, match="give one or more, afresh for every call"):
         raced({"trained": [1.0]}, passes=10, batches=[])

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
 from narrowcast.workloads.decompose.components.mask import Draw, SiteMask
 from narrowcast.workloads.decompose.components.sites import find_sites
@@ -192,14 +192,14 @@ def test_tied_sites_share_one_parameter_each():
     ],
 )
 def test_ties_that_cannot_be_are_refused(tied, said):
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         seeded(tied=tied)
 
 
 def test_a_tie_of_matrices_that_are_not_transposes_is_refused():
     target = nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 4))
     sites = find_sites(target, {"*": 6})
-    with pytest.raises(RecipeError, match="turned around"):
+    with pytest.raises(ConfigError, match="turned around"):
         Decomposition(target, sites, tied={"1": "0"})
 
 
@@ -268,7 +268,7 @@ class Once(nn.Module):
 def test_a_target_that_calls_a_site_otherwise_is_refused(times, kwargs, said):
     target = Once(times)
     decomposition = Decomposition(target, find_sites(target, {"it": 3}))
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         decomposition(torch.ones(2, 4), masks=[SiteMask(torch.ones(1, 2, 3), 0.0)], **kwargs)
 
 
@@ -285,14 +285,14 @@ def test_a_site_may_be_called_by_keyword():
 
 def test_masks_and_inputs_of_other_shapes_are_refused():
     _, decomposition = mixed()
-    with pytest.raises(RecipeError, match="3 masks for 4 sites"):
+    with pytest.raises(ConfigError, match="3 masks for 4 sites"):
         decomposition(TOKENS, masks=[None] * 3)
-    with pytest.raises(RecipeError, match=r"wte is \(1, 9, 12\), and its pass has \(1, 10, 12\)"):
+    with pytest.raises(ConfigError, match=r"wte is \(1, 9, 12\), and its pass has \(1, 10, 12\)"):
         decomposition(TOKENS, masks=masks(decomposition, 9, 0.0))
     _, several = seeded()
-    with pytest.raises(RecipeError, match="is not the 3 seeds"):
+    with pytest.raises(ConfigError, match="is not the 3 seeds"):
         several(torch.ones(4, 6, 5), cache="inputs")
-    with pytest.raises(RecipeError, match="3 seeds, and 1 are decomposed"):
+    with pytest.raises(ConfigError, match="3 seeds, and 1 are decomposed"):
         Decomposition(target := seeded()[0], find_sites(target, {"0": 4}))
 
 
@@ -315,5 +315,5 @@ def test_a_language_model_of_transformers_is_taken_apart_with_its_tied_weights(o
 
 def test_an_output_that_is_no_tensor_is_refused():
     _, decomposition = mixed(output="logits")
-    with pytest.raises(RecipeError, match="such as logits, or idx_0"):
+    with pytest.raises(ConfigError, match="such as logits, or idx_0"):
         decomposition(TOKENS)

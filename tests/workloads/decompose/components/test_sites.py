@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from transformers.pytorch_utils import Conv1D
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.sites import Site, find_sites
 
 
@@ -50,7 +50,7 @@ def test_sites_are_in_the_targets_order_with_their_widths():
     ],
 )
 def test_what_cannot_be_meant_is_refused(patterns, identities, said):
-    with pytest.raises(RecipeError, match=said.replace("*", r"\*")):
+    with pytest.raises(ConfigError, match=said.replace("*", r"\*")):
         find_sites(target(), patterns, identities)
 
 
@@ -64,14 +64,14 @@ def test_what_cannot_be_meant_is_refused(patterns, identities, said):
     ],
 )
 def test_a_module_that_does_more_than_apply_its_matrix_is_refused(module, said):
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         find_sites(nn.ModuleDict({"it": module}), {"it": 2})
 
 
 def test_a_module_with_two_names_or_with_hooks_is_refused():
     shared = nn.Linear(4, 4)
-    with pytest.raises(RecipeError, match="one and two are one module"):
+    with pytest.raises(ConfigError, match="one and two are one module"):
         find_sites(nn.ModuleDict({"one": shared, "two": shared}), {"one": 2})
     shared.register_forward_hook(lambda *_: None)
-    with pytest.raises(RecipeError, match="has hooks"):
+    with pytest.raises(ConfigError, match="has hooks"):
         find_sites(nn.ModuleDict({"one": shared}), {"one": 2})

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.sites import Site
 from narrowcast.workloads.decompose.importance.functions import build_importance
 
@@ -173,7 +173,7 @@ def test_biases_begin_at_zero_and_weights_at_the_scale_of_their_fan(kind):
 def test_an_embedding_is_refused_where_its_input_would_have_to_be_a_vector():
     tokens = [Site("wte", "embedding", d_in=100, d_out=8, components=4, bias=False)]
     assert build_importance("mlp", tokens, seeds=1, hidden=[4]).needs == "acts"
-    with pytest.raises(RecipeError, match=r"wte is an embedding.* write importance\.kind=mlp"):
+    with pytest.raises(ConfigError, match=r"wte is an embedding.* write importance\.kind=mlp"):
         build_importance("vector_mlp", tokens, seeds=1, hidden=[4])
 
 
@@ -191,5 +191,5 @@ def test_an_embedding_is_refused_where_its_input_would_have_to_be_a_vector():
     ],
 )
 def test_what_cannot_be_built_is_refused(kind, settings, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         build_importance(kind, SITES, seeds=1, **settings)

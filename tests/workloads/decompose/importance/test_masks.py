@@ -79,10 +79,10 @@ def test_a_fixed_route_has_copies_for_all_sites_and_for_each_alone():
 def test_a_fixed_route_is_made_once_and_can_be_trained_with_wherever_it_was_made():
     kept = {}
     with torch.inference_mode():
-        first = fixed_route(["layerwise"], IMPORTANCE, kept=kept).routed
+        first = fixed_route(["layerwise"], IMPORTANCE, saved=kept).routed
     assert not first.is_inference()
-    assert fixed_route(["layerwise"], IMPORTANCE, kept=kept).routed is first
-    fewer = fixed_route(["layerwise"], IMPORTANCE[:2], kept=kept).routed
+    assert fixed_route(["layerwise"], IMPORTANCE, saved=kept).routed is first
+    fewer = fixed_route(["layerwise"], IMPORTANCE[:2], saved=kept).routed
     assert fewer.shape == (2, SEEDS, 2 * ROWS)
     assert fixed_route(["layerwise"], IMPORTANCE).routed is not first
 
@@ -92,7 +92,7 @@ def test_a_fixed_route_that_a_graph_has_made_is_not_kept():
     importance = [each.cuda() for each in IMPORTANCE]
     kept, graph = {}, torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        route = fixed_route(["all", "layerwise"], importance, kept=kept)
+        route = fixed_route(["all", "layerwise"], importance, saved=kept)
     assert not kept
     graph.replay()
     assert torch.equal(route.routed, fixed_route(["all", "layerwise"], importance).routed)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.losses.catalogue import KINDS, build_loss, build_losses
 from narrowcast.workloads.decompose.losses.pgd import PGD
 
@@ -10,7 +10,7 @@ from narrowcast.workloads.decompose.losses.pgd import PGD
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_loss_is_built_from_its_coefficient_and_refused_without(kind):
     assert build_loss(kind, {"coefficient": 2}).coefficient == 2
-    with pytest.raises(RecipeError, match=f"the loss {kind} has no coefficient"):
+    with pytest.raises(ConfigError, match=f"the loss {kind} has no coefficient"):
         build_loss(kind, {})
 
 
@@ -40,7 +40,7 @@ def test_settings_reach_the_loss():
     ],
 )
 def test_what_a_loss_does_not_take_is_refused(kind, settings, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         build_loss(kind, {"coefficient": 1.0, **settings})
 
 
@@ -51,14 +51,14 @@ def test_losses_of_one_name_are_refused_and_those_of_another_routing_are_not():
         "stochastic",
         "stochastic_layerwise",
     ]
-    with pytest.raises(RecipeError, match="the loss stochastic is named twice"):
+    with pytest.raises(ConfigError, match="the loss stochastic is named twice"):
         build_losses([one, layerwise, one])
-    with pytest.raises(RecipeError, match="no loss is named"):
+    with pytest.raises(ConfigError, match="no loss is named"):
         build_losses([])
 
 
 def test_a_step_without_any_loss_is_refused_before_the_run():
     sometimes = ("pgd", {"coefficient": 1.0, "every": 2})
     assert len(build_losses([sometimes, ("unmasked", {"coefficient": 1.0})])) == 2
-    with pytest.raises(RecipeError, match="some steps would have no loss at all"):
+    with pytest.raises(ConfigError, match="some steps would have no loss at all"):
         build_losses([sometimes])

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.losses.minimality import Minimality, SmoothL0
 
 UPPER = [
@@ -92,5 +92,5 @@ def test_an_importance_that_dips_below_zero_weighs_nothing(numbers, p_final):
     ],
 )
 def test_penalties_that_are_none_are_refused(settings, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         Minimality(coefficient=1.0, **settings)

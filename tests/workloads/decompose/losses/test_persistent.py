@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.mask import SiteMask
 from narrowcast.workloads.decompose.losses.persistent import PersistentPGD
 from narrowcast.workloads.decompose.losses.total import total
@@ -133,14 +133,14 @@ def test_sources_are_part_of_a_checkpoint(numbers):
 
 def test_a_batch_that_texts_with_sources_do_not_divide_is_refused(network):
     loss = PersistentPGD(coefficient=1.0, scope="repeat_across_batch", repeat=4)
-    with pytest.raises(RecipeError, match="repeat must divide batch_size=6, got 4"):
+    with pytest.raises(ConfigError, match="repeat must divide batch_size=6, got 4"):
         kept(network(), loss)
 
 
 def test_a_batch_of_another_size_is_refused_where_sources_are_of_rows(network):
     loss = PersistentPGD(coefficient=1.0, scope="per_position")
     state = kept(network(), loss)
-    with pytest.raises(RecipeError, match="sources for 6 rows, and a batch of 5"):
+    with pytest.raises(ConfigError, match="sources for 6 rows, and a batch of 5"):
         state.spread(network(rows=5))
 
 
@@ -154,5 +154,5 @@ def test_a_batch_of_another_size_is_refused_where_sources_are_of_rows(network):
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         PersistentPGD(coefficient=1.0, **settings)

@@ -5,9 +5,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.mask import SiteMask
-from narrowcast.workloads.decompose.losses.adversary import form_of, forms_of
+from narrowcast.workloads.decompose.losses.adversary import all_forms, step_form
 from narrowcast.workloads.decompose.losses.faithfulness import Faithfulness
 from narrowcast.workloads.decompose.losses.pgd import PGD
 
@@ -134,9 +134,9 @@ def test_a_pass_computed_again_has_the_same_gradients(network):
 def test_the_budget_is_smaller_early_and_spent_only_at_every_kth_step():
     pgd = PGD(coefficient=1.0, steps=20, early_steps=4, early_until=0.5, every=2)
     losses = [Faithfulness(coefficient=1.0), pgd]
-    forms = [form_of(losses, step, 8) for step in range(8)]
+    forms = [step_form(losses, step, 8) for step in range(8)]
     assert forms == [(1, 4), (1, 0), (1, 4), (1, 0), (1, 20), (1, 0), (1, 20), (1, 0)]
-    assert forms_of(losses, 8) == {(1, 4), (1, 0), (1, 20)}
+    assert all_forms(losses, 8) == {(1, 4), (1, 0), (1, 20)}
 
 
 @pytest.mark.parametrize(
@@ -150,5 +150,5 @@ def test_the_budget_is_smaller_early_and_spent_only_at_every_kth_step():
     ],
 )
 def test_budgets_that_are_none_are_refused(settings, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         PGD(coefficient=1.0, **settings)

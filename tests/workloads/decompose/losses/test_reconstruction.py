@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.mask import SiteMask
 from narrowcast.workloads.decompose.losses.reconstruction import (
     HiddenActivations,
@@ -194,5 +194,5 @@ def test_a_pass_computed_again_keeps_fewer_numbers(network):
     ],
 )
 def test_settings_that_do_nothing_are_refused(settings, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         Stochastic(coefficient=1.0, **settings)

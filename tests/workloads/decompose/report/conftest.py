@@ -15,8 +15,8 @@ from narrowcast.workloads.decompose.report.schema import (
     Component,
     Decomposition,
     MaskedLoss,
+    SeedResult,
     Site,
-    Verdict,
 )
 
 
@@ -38,7 +38,7 @@ def toy_site(name, weight, *, components, seeds, chance):
         largest.append(
             Component(
                 number=int(order[feature]),
-                found=component_picture(found),
+                learned=component_picture(found),
                 truth=component_picture(truth),
                 name=f"feature {feature}",
                 cosine=float(cosine),
@@ -86,9 +86,9 @@ def toy():
             toy_site("linear2", weight.T.contiguous(), **made),
         ),
         verdicts=(
-            Verdict(seed=0, right=True, said=right),
-            Verdict(seed=1, right=True, said=right),
-            Verdict(seed=2, right=False, said="identity error 2 in linear1: <b> two features"),
+            SeedResult(seed=0, right=True, said=right),
+            SeedResult(seed=1, right=True, said=right),
+            SeedResult(seed=2, right=False, said="identity error 2 in linear1: <b> two features"),
         ),
     )
 
@@ -114,7 +114,7 @@ def language():
                     largest=tuple(
                         Component(
                             number=number,
-                            found=component_picture(
+                            learned=component_picture(
                                 torch.outer(
                                     torch.randn(512, generator=chance),
                                     torch.randn(128, generator=chance),
@@ -133,7 +133,7 @@ def language():
         drawn_seed=0,
         alive_threshold=0.0,
         sites=tuple(sites),
-        verdicts=(Verdict(seed=0, said="21,600 of 96,000 components are alive"),),
+        verdicts=(SeedResult(seed=0, said="21,600 of 96,000 components are alive"),),
         language=(
             MaskedLoss(mask="target", cross_entropy=2.71),
             MaskedLoss(

@@ -60,7 +60,7 @@ def test_each_seed_has_its_verdict_and_what_came_from_elsewhere_is_escaped(drawn
 
 
 def test_a_heat_map_has_the_tint_of_every_cell(toy):
-    picture = toy.sites[0].largest[2].found
+    picture = toy.sites[0].largest[2].learned
     cells, tints = np.array(picture.cells()), painted(heat_map(picture, alt="", most=96))
     strongest = np.abs(cells).max()
     for at, value in np.ndenumerate(cells):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import narrowcast as nc
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.workloads import build_task, load_recipe
 from narrowcast.workloads.decompose.evaluation.language_table import MASKINGS
 from narrowcast.workloads.decompose.targets import llama2c
@@ -109,7 +109,7 @@ def test_a_model_of_random_weights_is_refused(folder, rhyme, tmp_path):
     model = GPT2LMHeadModel(GPT2Config.from_pretrained(folder))
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(RecipeError, match="it was never trained"):
+    with pytest.raises(ConfigError, match="it was never trained"):
         language_target(str(tmp_path), text=[rhyme], length=32, device="cpu")
 
 
@@ -134,7 +134,7 @@ def test_a_run_can_be_decomposed_on_other_text(run, rhyme):
 
 def test_a_run_that_has_not_ended_is_refused(run, tmp_path):
     (tmp_path / "resolved.json").write_bytes((run / "resolved.json").read_bytes())
-    with pytest.raises(RecipeError, match="the run has not ended; narrowcast resume"):
+    with pytest.raises(ConfigError, match="the run has not ended; narrowcast resume"):
         language_target(str(tmp_path), text=[], length=32, device="cpu")
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="is damaged"):
@@ -144,7 +144,7 @@ def test_a_run_that_has_not_ended_is_refused(run, tmp_path):
 def test_a_run_of_another_workload_is_refused(tmp_path):
     resolved = {"workload": {"value": "tutorial", "origin": "recipe"}}
     (tmp_path / "resolved.json").write_text(json.dumps(resolved))
-    with pytest.raises(RecipeError, match="is a run of workload tutorial"):
+    with pytest.raises(ConfigError, match="is a run of workload tutorial"):
         language_target(str(tmp_path), text=[], length=32, device="cpu")
 
 
@@ -152,23 +152,23 @@ def test_other_text_is_refused_where_tokens_were_learnt_from_the_run_s_own(run, 
     resolved = json.loads((run / "resolved.json").read_text())
     resolved["data.tokenizer"]["value"] = "bpe"
     (tmp_path / "resolved.json").write_text(json.dumps(resolved))
-    with pytest.raises(RecipeError, match=r"learnt its tokens from its own text.*leave data\.text"):
+    with pytest.raises(ConfigError, match=r"learnt its tokens from its own text.*leave data\.text"):
         language_target(str(tmp_path), text=[rhyme], length=32, device="cpu")
 
 
 def test_a_longer_window_than_positions_is_refused(folder, rhyme):
-    with pytest.raises(RecipeError, match=r"positions of .* end at 64; write data\.length=64"):
+    with pytest.raises(ConfigError, match=r"positions of .* end at 64; write data\.length=64"):
         language_target(str(folder), text=[rhyme], length=65, device="cpu")
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path, rhyme):
-    with pytest.raises(RecipeError, match="holds no model; give the folder of a run of lm"):
+    with pytest.raises(ConfigError, match="holds no model; give the folder of a run of lm"):
         language_target(str(tmp_path), text=[rhyme], length=32, device="cpu")
 
 
 def test_damaged_files_are_refused_in_one_line(tmp_path, rhyme):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(RecipeError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="cannot be loaded"):
         language_target(str(tmp_path), text=[rhyme], length=32, device="cpu")
 
 
@@ -176,7 +176,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path, rhyme):
 def test_a_file_that_is_no_small_llama_is_refused(tmp_path, size):
     (tmp_path / "model.bin").write_bytes(b"\1" * size)
     (tmp_path / "tok.bin").write_bytes(b"\1" * size)
-    with pytest.raises(RecipeError, match=r"not in the first layout of llama2\.c"):
+    with pytest.raises(ConfigError, match=r"not in the first layout of llama2\.c"):
         language_target(str(tmp_path), text=["any"], length=32, device="cpu")
 
 
@@ -191,7 +191,7 @@ def test_on_the_meta_device_no_text_is_read(which, request):
 def test_an_evaluation_passes_a_batch_once_for_the_target_and_once_for_each_kind_of_masks(
     folder, rhyme
 ):
-    names = ["sites.names=[transformer.h.*.mlp.c_fc]", "sites.components=4", "judge.batches=1"]
+    names = ["sites.names=[transformer.h.*.mlp.c_fc]", "sites.components=4", "eval_tasks.batches=1"]
     words = [f"model.path={folder}", f"data.text=[{rhyme}]", "data.length=32", "batch_size=2"]
     recipe = load_recipe("decompose/lm", [*words, *names, "precision.policy=fp32"]).recipe
     task = build_task(recipe, device=torch.device("cpu"))

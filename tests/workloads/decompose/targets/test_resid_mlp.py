@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.targets.data import SparseFeatures
 from narrowcast.workloads.decompose.targets.pretrain import Pretraining, pretrain
 from narrowcast.workloads.decompose.targets.resid_mlp import ResidMLP
-from narrowcast.workloads.decompose.targets.toys import plan_of, toy_target
+from narrowcast.workloads.decompose.targets.toys import toy_plan, toy_target
 
 
 def network(layers, *, features=12, width=200, neurons=8):
@@ -53,7 +53,7 @@ def test_training_halves_the_error_of_a_network_that_adds_nothing():
 
 
 def test_a_network_that_was_not_trained_is_refused():
-    with pytest.raises(RecipeError, match=r"resid_mlp1 has not learnt.*up to 100 of 100"):
+    with pytest.raises(ConfigError, match=r"resid_mlp1 has not learnt.*up to 100 of 100"):
         toy_target("resid_mlp1", seeds=1, seed=0, device="cpu", steps=0)
 
 
@@ -66,7 +66,7 @@ def test_a_little_training_is_enough_to_be_taken():
 
 @pytest.mark.parametrize(("layers", "neurons"), [(1, 50), (2, 25), (3, 17)])
 def test_what_is_known_of_each_site_is_said(layers, neurons):
-    truth = plan_of(f"resid_mlp{layers}").truth
+    truth = toy_plan(f"resid_mlp{layers}").truth
     assert len(truth) == 2 * layers
     last = layers - 1
     assert truth[f"layers.{last}.mlp_in"].kind == "identity"

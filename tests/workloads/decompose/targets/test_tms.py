@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.targets.pretrain import Pretraining
 from narrowcast.workloads.decompose.targets.tms import TMS, tms_plan
 from narrowcast.workloads.decompose.targets.toy import make_toy
@@ -93,7 +93,7 @@ def test_an_identity_layer_changes_nothing():
 
 def test_a_network_that_was_not_trained_is_refused():
     with pytest.raises(
-        RecipeError, match=r"tms_5-2 has not learnt.*model.pretrain_steps=0.*a larger one"
+        ConfigError, match=r"tms_5-2 has not learnt.*model.pretrain_steps=0.*a larger one"
     ):
         toy_target("tms_5-2", seeds=3, seed=0, device="cpu", steps=0)
 
@@ -101,7 +101,7 @@ def test_a_network_that_was_not_trained_is_refused():
 def test_a_dead_network_is_refused(learnt):
     state = {key: value.clone() for key, value in learnt.target.state_dict().items()}
     state["linear2.bias"][3] = -10.0
-    with pytest.raises(RecipeError, match=r"seed 3 of 5.*dead"):
+    with pytest.raises(ConfigError, match=r"seed 3 of 5.*dead"):
         toy_target("tms_5-2", seeds=5, seed=0, device="cpu", trained=state)
 
 
@@ -109,12 +109,12 @@ def test_a_network_that_dropped_one_feature_is_refused(learnt):
     state = {key: value.clone() for key, value in learnt.target.state_dict().items()}
     state["linear1.weight"][1, :, 2] = 0
     state["linear2.weight"][1, 2] = 0
-    with pytest.raises(RecipeError, match=r"seed 1 of 5.*up to 1 of 5 features"):
+    with pytest.raises(ConfigError, match=r"seed 1 of 5.*up to 1 of 5 features"):
         toy_target("tms_5-2", seeds=5, seed=0, device="cpu", trained=state)
 
 
 def test_an_unknown_toy_is_refused_with_what_there_is():
-    with pytest.raises(RecipeError, match="tms_5-2"):
+    with pytest.raises(ConfigError, match="tms_5-2"):
         toy_target("tms_5", seeds=1, seed=0, device="cpu")
 
 

@@ -5,9 +5,9 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.sites import find_sites
-from narrowcast.workloads.decompose.targets.toys import plan_of, toy_target
+from narrowcast.workloads.decompose.targets.toys import toy_plan, toy_target
 
 NAMES = ("tms_5-2", "tms_5-2-id", "tms_40-10", "tms_40-10-id", "tms_5-5")
 NAMES += ("resid_mlp1", "resid_mlp2", "resid_mlp3", "induction")
@@ -17,7 +17,7 @@ NAMES += ("resid_mlp1", "resid_mlp2", "resid_mlp3", "induction")
 def test_its_sites_are_there_and_so_are_those_whose_truth_is_known(name):
     toy = toy_target(name, seeds=2, seed=0, device="meta")
     sites = {site.name: site for site in find_sites(toy.target, toy.sites)}
-    assert toy.name == plan_of(name).name == name
+    assert toy.name == toy_plan(name).name == name
     assert set(toy.truth) <= set(sites)
     assert {*toy.tied, *toy.tied.values()} <= set(sites)
     assert all(any(fnmatchcase(site, each) for site in sites) for each in toy.sites)
@@ -30,8 +30,8 @@ def test_its_sites_are_there_and_so_are_those_whose_truth_is_known(name):
 
 @pytest.mark.parametrize("name", ["tms_5", "tms_0-2", "tms_5-2-ID", "resid_mlp4", "tms_5-2\n", ""])
 def test_a_name_that_is_none_is_refused_with_those_there_are(name):
-    with pytest.raises(RecipeError, match=r"no such toy network; write tms_5-2 .* or induction"):
-        plan_of(name)
+    with pytest.raises(ConfigError, match=r"no such toy network; write tms_5-2 .* or induction"):
+        toy_plan(name)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.training.task import MapDataset
 from narrowcast.workloads.decompose.targets.windows import TokenWindows, read_windows, split
 
@@ -47,10 +47,10 @@ def test_windows_are_those_of_the_text(tmp_path):
 )
 def test_text_that_cannot_be_cut_is_refused(tmp_path, content, length, vocabulary, why):
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(RecipeError, match=why):
+    with pytest.raises(ConfigError, match=why):
         read_windows([f"{tmp_path}/a.txt"], as_bytes, length=length, vocabulary=vocabulary)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(RecipeError, match=r"none\.txt: no such file"):
+    with pytest.raises(ConfigError, match=r"none\.txt: no such file"):
         read_windows([f"{tmp_path}/none.txt"], as_bytes, length=2, vocabulary=256)

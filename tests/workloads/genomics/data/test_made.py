@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.data import made
 from narrowcast.workloads.genomics.labels import TASK_LABELS
 
@@ -78,9 +78,9 @@ def test_a_protein_has_the_motif_of_its_class(function):
 
 
 def test_made_sequences_are_of_the_alphabet_that_is_asked_for():
-    with pytest.raises(RecipeError, match="proteins; write protein"):
+    with pytest.raises(ConfigError, match="proteins; write protein"):
         made.made_parts("protein_function", "go", "dna", seed=0)
-    with pytest.raises(RecipeError, match="DNA; write dna"):
+    with pytest.raises(ConfigError, match="DNA; write dna"):
         made.made_parts("generation", "go", "protein", seed=0)
     parts = made.made_parts("domain_adaptation", "go", "dna", seed=0)
     assert list(parts) == ["train", "validation", "source", "source validation"]

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.data.preparing import as_examples, examine
 from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
@@ -60,7 +60,7 @@ def test_sequences_that_are_all_the_same_are_refused(table):
     rows = [(ROWS[0][0], "ab"[n % 2]) for n in range(40)]
     for words in ({}, {"validation": table("b.csv", rows)}):
         data = GenomicData(path=table("a.csv", rows), **words)
-        with pytest.raises(RecipeError, match=r"all \d+ sequences are the same"):
+        with pytest.raises(ConfigError, match=r"all \d+ sequences are the same"):
             examine(data, Objective(task="domain_adaptation"), seed=0)
 
 
@@ -80,7 +80,7 @@ def test_stretches_of_unknown_letters_are_left_out_of_genomes(task, tmp_path):
 
 def test_sequences_of_nothing_but_unknown_letters_are_refused(table):
     rows = [("N" * (30 + n), "ab"[n % 2]) for n in range(40)]
-    with pytest.raises(RecipeError, match="has a letter other than N"):
+    with pytest.raises(ConfigError, match="has a letter other than N"):
         examine(GenomicData(path=table("a.csv", rows)), Objective(task="domain_adaptation"), seed=0)
 
 
@@ -168,7 +168,7 @@ def test_a_letter_alone_foretells_nothing(tmp_path, letters, length):
     data = GenomicData(path=str(tmp_path / "g.fa"), max_length=length)
     objective = Objective(task="generation")
     rows = examine(data, objective, seed=0).parts["train"]
-    with pytest.raises(RecipeError, match=r"g\.fa, record 1: no sequence has a known token"):
+    with pytest.raises(ConfigError, match=r"g\.fa, record 1: no sequence has a known token"):
         as_examples(rows, ByteTokenizer(DNA), objective, ())
 
 
@@ -189,12 +189,12 @@ def test_both_strands_are_learnt_and_one_is_judged_on(table):
 )
 def test_settings_of_other_tasks_are_refused(task, setting, table):
     data = GenomicData(path=table("a.csv", ROWS), **setting)
-    with pytest.raises(RecipeError, match=f"data.{next(iter(setting))}=.*has no use for it"):
+    with pytest.raises(ConfigError, match=f"data.{next(iter(setting))}=.*has no use for it"):
         examine(data, Objective(task=task), seed=0)
 
 
 def test_classes_of_made_sequences_are_their_own():
-    with pytest.raises(RecipeError, match="classes of their own"):
+    with pytest.raises(ConfigError, match="classes of their own"):
         examine(GenomicData(), Objective(task="annotation", labels=("a", "b")), seed=0)
 
 
@@ -203,13 +203,13 @@ def test_pairs_and_single_sequences_do_not_mix(tmp_path, table):
         "sequence,alternative,label\n" + "".join(f"{t},{t}A,{c}\n" for t, c in ROWS)
     )
     data = GenomicData(path=str(tmp_path / "pairs.csv"), test=table("test.csv", ROWS))
-    with pytest.raises(RecipeError, match=r"test\.csv, record 1 has no sequence with a variant"):
+    with pytest.raises(ConfigError, match=r"test\.csv, record 1 has no sequence with a variant"):
         examine(data, Objective(task="variant_effect"), seed=0)
 
 
 def test_too_few_rows_to_judge_on_are_refused(table):
     data = GenomicData(path=table("a.csv", ROWS[:3]))
-    with pytest.raises(RecipeError, match="there are no sequences to judge on"):
+    with pytest.raises(ConfigError, match="there are no sequences to judge on"):
         examine(data, Objective(task="domain_adaptation"), seed=0)
 
 
@@ -266,5 +266,5 @@ def test_a_named_class_of_no_letter_is_said(tmp_path):
 def test_a_genome_of_one_window_is_to_be_cut_shorter(tmp_path):
     (tmp_path / "g.fa").write_text(f">chr1\n{bases(600, 0)}\n")
     data = GenomicData(path=str(tmp_path / "g.fa"), max_length=600)
-    with pytest.raises(RecipeError, match="or write a smaller"):
+    with pytest.raises(ConfigError, match="or write a smaller"):
         examine(data, Objective(task="generation"), seed=0)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.data.reading import read_rows
 from narrowcast.workloads.genomics.settings import GenomicData, Objective
 
@@ -33,7 +33,7 @@ def jsonl(*rows):
 def test_a_table_has_a_class_a_row(read):
     (one, two) = read("domain_adaptation", {"t.csv": "sequence,label\nacgt,x\nGG, y \n"})
     assert [(row.sequence, row.label) for row in (one, two)] == [("ACGT", "x"), ("GG", "y")]
-    assert two.place.endswith("t.csv, record 2")
+    assert two.location.endswith("t.csv, record 2")
 
 
 def test_labels_of_json_are_numbers_words_or_lists_of_them(read):
@@ -47,7 +47,7 @@ def test_labels_of_json_are_numbers_words_or_lists_of_them(read):
 def test_a_label_that_is_none_is_refused_by_its_record(read, label):
     good = '{"sequence": "ACGT", "label": 1}\n'
     text = f'{good}{{"sequence": "ACGT", "label": {label}}}\n'
-    with pytest.raises(RecipeError, match=r"t\.jsonl, record 2: its label is"):
+    with pytest.raises(ConfigError, match=r"t\.jsonl, record 2: its label is"):
         read("variant_effect", {"t.jsonl": text})
 
 
@@ -65,12 +65,12 @@ def test_a_label_that_is_none_is_refused_by_its_record(read, label):
     ],
 )
 def test_what_is_wrong_with_a_table_is_said_by_its_record(read, text, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         read("variant_effect", {"t.csv": text})
 
 
 def test_a_file_that_is_not_there_is_refused(read, tmp_path):
-    with pytest.raises(RecipeError, match=r"nowhere\.csv cannot be read"):
+    with pytest.raises(ConfigError, match=r"nowhere\.csv cannot be read"):
         read_rows(
             str(tmp_path / "nowhere.csv"), GenomicData(path="x"), Objective(task="generation")
         )
@@ -102,10 +102,10 @@ def test_the_classes_of_a_vcf_are_in_its_info(read):
     files = {"v.vcf": vcf, "g.fa": GENOME}
     (row,) = read("variant_effect", files, reference="g.fa", label="CLNSIG", max_length=4)
     assert row.label == "Benign"
-    with pytest.raises(RecipeError, match=r"v\.vcf, record 1 has no label 'label'.*CLNSIG, AF"):
+    with pytest.raises(ConfigError, match=r"v\.vcf, record 1 has no label 'label'.*CLNSIG, AF"):
         read("variant_effect", files, reference="g.fa")
     files["v.vcf"] = vcf.replace("Benign", ".")  # how VCF writes that there is none
-    with pytest.raises(RecipeError, match=r"record 1: its label 'CLNSIG' is empty"):
+    with pytest.raises(ConfigError, match=r"record 1: its label 'CLNSIG' is empty"):
         read("variant_effect", files, reference="g.fa", label="CLNSIG")
 
 
@@ -121,7 +121,7 @@ def test_the_classes_of_a_vcf_are_in_its_info(read):
 )
 def test_a_variant_that_does_not_fit_its_reference_is_refused(read, line, message):
     files = {"v.csv": f"{TABLE}{line}\n", "g.fa": GENOME}
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         read("variant_effect", files, reference="g.fa")
 
 
@@ -136,18 +136,18 @@ def test_features_of_a_gff_are_the_classes_of_letters(read):
 
 def test_a_sequence_that_the_gff_does_not_name_is_refused(read):
     files = {"g.fa": GENOME, "g.gff": GFF.format(name="NC_1")}
-    with pytest.raises(RecipeError, match=r"g\.fa, record 1: 'chr1' has no feature in .*on NC_1"):
+    with pytest.raises(ConfigError, match=r"g\.fa, record 1: 'chr1' has no feature in .*on NC_1"):
         read("annotation", files, features="g.gff")
 
 
 def test_features_beyond_the_end_are_refused(read):
     files = {"g.fa": ">chr1\nACGT\n", "g.gff": GFF.format(name="chr1")}
-    with pytest.raises(RecipeError, match=r"g\.fa, record 1: gene at 3 to 6 lies beyond"):
+    with pytest.raises(ConfigError, match=r"g\.fa, record 1: gene at 3 to 6 lies beyond"):
         read("annotation", files, features="g.gff")
 
 
 def test_a_genome_without_anything_on_it_is_refused(read):
-    with pytest.raises(RecipeError, match=r"record 1 has neither a column 'label' nor features"):
+    with pytest.raises(ConfigError, match=r"record 1 has neither a column 'label' nor features"):
         read("annotation", {"g.fa": GENOME})
 
 
@@ -160,7 +160,7 @@ def test_a_genome_without_anything_on_it_is_refused(read):
 )
 def test_classes_of_letters_that_do_not_fit_are_refused(read, label, message):
     text = f"sequence,label\nACGT,01-0\nACGT,{label}\n"
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         read("annotation", {"t.csv": text}, objective={"labels": ("other", "gene")})
 
 
@@ -173,7 +173,7 @@ def test_letters_whose_class_nobody_knows_are_left_out(read):
 def test_strict_refuses_letters_that_mean_several(read):
     (row,) = read("generation", {"g.fa": ">a\nACGRN\n"})
     assert row.sequence == "ACGNN"
-    with pytest.raises(RecipeError, match=r"g\.fa, record 1: letter 4 is 'R'"):
+    with pytest.raises(ConfigError, match=r"g\.fa, record 1: letter 4 is 'R'"):
         read("generation", {"g.fa": ">a\nACGRN\n"}, strict=True)
 
 
@@ -194,5 +194,5 @@ def test_what_is_missing_is_said_with_what_to_write(tmp_path, text, reference, m
     (tmp_path / "t").write_text(text)
     (tmp_path / "r.fa").write_text(">chr1\nGAGT\n")
     data = GenomicData(path=str(tmp_path / "t"), reference=reference and str(tmp_path / reference))
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         read_rows(str(tmp_path / "t"), data, Objective(task="variant_effect"))

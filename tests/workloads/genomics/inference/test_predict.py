@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from narrowcast.cli.entry import exit_code_of
+from narrowcast.cli.entry import run_command
 from narrowcast.workloads.genomics.inference.finished import finished as loaded
 from narrowcast.workloads.genomics.inference.predict import Prediction, intervals
 from narrowcast.workloads.genomics.inference.writing import lines
@@ -34,26 +34,26 @@ def test_chances_of_pairs_are_those_of_the_network(finished, tmp_path):
     folder = finished("pairs")
     source, out = folder.parent / "pairs_test.csv", tmp_path / "out.csv"
     words = ["genomics", "predict", str(folder), str(source), "-o", str(out), "--batch-size", "7"]
-    assert exit_code_of(words) == 0
+    assert run_command(words) == 0
     run, given = loaded(str(folder), device="cpu"), rows(source)
     found = rows(out)
     assert [row["name"] for row in found] == [str(n) for n in range(1, len(given) + 1)]
     for row, pair in zip(found, given, strict=True):
         chances = asked(run, pair["sequence"], pair["alternative"]).softmax(0)
-        told = [float(row[f"chance_{name}"]) for name in run.kept.classes]
+        told = [float(row[f"chance_{name}"]) for name in run.info.classes]
         # fp32 sums over a batch in another order, and six digits are written.
         assert told == pytest.approx(chances.tolist(), rel=1e-4)
-        assert row["class"] == run.kept.classes[int(chances.argmax())]
+        assert row["class"] == run.info.classes[int(chances.argmax())]
 
 
 def test_values_are_in_the_units_of_the_labels(finished, tmp_path):
     folder, out = finished("values"), tmp_path / "out.jsonl"
     source = folder.parent / "values.csv"
-    assert exit_code_of(["genomics", "predict", str(folder), str(source), "-o", str(out)]) == 0
+    assert run_command(["genomics", "predict", str(folder), str(source), "-o", str(out)]) == 0
     run = loaded(str(folder), device="cpu")
-    assert run.kept.spread != 1
+    assert run.info.spread != 1
     for line, given in zip(out.read_text().splitlines(), rows(source), strict=True):
-        value = asked(run, given["sequence"])[0].item() * run.kept.spread + run.kept.centre
+        value = asked(run, given["sequence"])[0].item() * run.info.spread + run.info.centre
         assert json.loads(line)["value"] == pytest.approx(value, rel=1e-4)
 
 
@@ -62,12 +62,12 @@ def test_stretches_cover_a_record_longer_than_a_window(finished, tmp_path):
     fasta = tmp_path / "long.fa"
     text = "ACGTTGCAAGC" * 20
     fasta.write_text(f">long one\n{text}\n>short\nACGT\n")
-    assert exit_code_of(["genomics", "predict", str(folder), str(fasta), "-o", str(out)]) == 0
+    assert run_command(["genomics", "predict", str(folder), str(fasta), "-o", str(out)]) == 0
     run = loaded(str(folder), device="cpu")
     classes = []
     for start in range(0, len(text), 64):
         found = asked(run, text[start : start + 64])
-        classes += [run.kept.classes[kind] for kind in found.argmax(-1).tolist()]
+        classes += [run.info.classes[kind] for kind in found.argmax(-1).tolist()]
     told = [row for row in rows(out) if row["name"] == "long"]
     spread = [row["class"] for row in told for _ in range(int(row["start"]), int(row["end"]) + 1)]
     assert spread == classes
@@ -80,7 +80,7 @@ def test_gff_and_bed_say_the_same_and_leave_out_what_lies_between(finished, tmp_
     fasta.write_text(">a;b\n" + "ACGTTGCAAGC" * 6 + "\n")
     for name in ("out.gff3", "out.bed", "out.csv"):
         words = ["genomics", "predict", str(folder), str(fasta), "-o", str(tmp_path / name)]
-        assert exit_code_of(words) == 0
+        assert run_command(words) == 0
     table = [row for row in rows(tmp_path / "out.csv") if row["class"] != "other"]
     head, *gff = (tmp_path / "out.gff3").read_text().splitlines()
     assert head == "##gff-version 3"
@@ -115,7 +115,7 @@ def test_a_policy_is_obeyed(finished):
 def test_long_sequences_are_cut_as_in_training_and_said_to_be(finished, tmp_path, capsys):
     folder, source = finished("values"), tmp_path / "long.csv"
     source.write_text("sequence\n" + "ACGT" * 30 + "\n" + "ACGT" * 16 + "\n")
-    assert exit_code_of(["genomics", "predict", str(folder), str(source)]) == 0
+    assert run_command(["genomics", "predict", str(folder), str(source)]) == 0
     said = capsys.readouterr()
     first, second = said.out.splitlines()[1:]
     assert first.partition(",")[2] == second.partition(",")[2]

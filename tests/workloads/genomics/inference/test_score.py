@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 from sklearn import metrics as sk
 
-from narrowcast.cli.entry import exit_code_of
+from narrowcast.cli.entry import run_command
 from narrowcast.workloads.genomics.inference.finished import finished as loaded
 
 GENOME = "".join("ACGT"[(7 * n * n + n // 5) % 4] for n in range(400))
@@ -30,7 +30,7 @@ def variants(tmp_path):
 
 def scored(folder, home, *more):
     words = ["genomics", "score", str(folder), str(home / "v.csv"), "--reference"]
-    code = exit_code_of([*words, str(home / "ref.fa"), "-o", str(home / "out.csv"), *more])
+    code = run_command([*words, str(home / "ref.fa"), "-o", str(home / "out.csv"), *more])
     assert code == 0
     with (home / "out.csv").open(newline="") as file:
         return list(csv.DictReader(file))
@@ -101,7 +101,7 @@ def test_a_run_of_pairs_gives_chances_and_the_score_is_that_of_the_last_class(fi
         )
         with torch.no_grad():
             chances = run.network(before, None, after)[0].softmax(0).tolist()
-        told = [float(row[f"chance_{name}"]) for name in run.kept.classes]
+        told = [float(row[f"chance_{name}"]) for name in run.info.classes]
         assert told == pytest.approx(chances, rel=1e-4)
         assert float(row["score"]) == pytest.approx(chances[1], rel=1e-4)
 
@@ -144,7 +144,7 @@ def test_labels_that_fit_nothing_are_refused_before_scores_are_computed(
     finished, variants, capsys, words
 ):
     asked = [str(variants / "v.csv"), "--reference", str(variants / "ref.fa"), *words]
-    assert exit_code_of(["genomics", "score", str(finished("base")), *asked]) == 2
+    assert run_command(["genomics", "score", str(finished("base")), *asked]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert words[-1] in said.err

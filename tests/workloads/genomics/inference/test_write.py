@@ -2,12 +2,12 @@
 
 import torch
 
-from narrowcast.cli.entry import exit_code_of
+from narrowcast.cli.entry import run_command
 from narrowcast.workloads.genomics.inference.finished import finished as loaded
 
 
 def written(capsys, folder, *more):
-    assert exit_code_of(["genomics", "generate", str(folder), "--device", "cpu", *more]) == 0
+    assert run_command(["genomics", "generate", str(folder), "--device", "cpu", *more]) == 0
     records = capsys.readouterr().out.split(">")[1:]
     return ["".join(record.splitlines()[1:]) for record in records]
 

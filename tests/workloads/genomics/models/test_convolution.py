@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, integers
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.models import transforms
 from narrowcast.workloads.genomics.models.convolution import fft_convolution, gated_convolution
 from narrowcast.workloads.genomics.models.transforms import fast_length
@@ -118,7 +118,7 @@ def test_a_fast_length_is_long_enough_and_has_small_factors(length):
 
 
 def test_a_two_sided_filter_without_a_middle_is_refused():
-    with pytest.raises(RecipeError, match="odd number of taps"):
+    with pytest.raises(ConfigError, match="odd number of taps"):
         fft_convolution(torch.ones(1, 1, 4), torch.ones(1, 4), causal=False)
 
 

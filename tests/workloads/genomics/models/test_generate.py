@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.generate import choose, generate
 from narrowcast.workloads.genomics.models.heads import NextTokenHead
@@ -72,5 +72,5 @@ def test_only_allowed_letters_are_drawn_and_the_mode_is_put_back():
     ],
 )
 def test_settings_that_draw_nothing_are_refused(wrong, told):
-    with pytest.raises(RecipeError, match=told):
+    with pytest.raises(ConfigError, match=told):
         generate(nn.Identity(), nn.Identity(), torch.ones(1, 1), count=1, **wrong)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.models.heads import NextTokenHead, SequenceHead, TokenHead
 
 POOLS = ("mean", "max", "cls", "attention", "position")
@@ -34,8 +34,10 @@ def test_pools_are_those_of_torch():
 def test_pooling_by_position_is_a_bilinear_form_that_knows_where_a_state_stood():
     torch.manual_seed(0)
     hidden, head = torch.randn(1, 9, 8), SequenceHead(8, 3, "position", length=9)
-    place = head.place.weight.reshape(8, 9, 2)
-    expected = torch.einsum("olk,kw,rlw->ro", place, head.narrow.weight, hidden) + head.place.bias
+    place = head.position.weight.reshape(8, 9, 2)
+    expected = (
+        torch.einsum("olk,kw,rlw->ro", place, head.narrow.weight, hidden) + head.position.bias
+    )
     torch.testing.assert_close(head.pooled(hidden), expected)
     assert not torch.allclose(head(hidden), head(hidden.flip(1)))
     # What a batch is filled up with beyond the last position changes nothing.
@@ -44,7 +46,7 @@ def test_pooling_by_position_is_a_bilinear_form_that_knows_where_a_state_stood()
 
 
 def test_pooling_by_position_wants_to_know_how_many_there_are():
-    with pytest.raises(RecipeError, match="give length"):
+    with pytest.raises(ConfigError, match="give length"):
         SequenceHead(8, 3, "position")
 
 
@@ -60,5 +62,5 @@ def test_every_parameter_receives_a_gradient(pool):
 
 
 def test_an_unknown_pool_is_refused():
-    with pytest.raises(RecipeError, match="mean, max, cls, attention"):
+    with pytest.raises(ConfigError, match="mean, max, cls, attention"):
         SequenceHead(8, 3, "sum")

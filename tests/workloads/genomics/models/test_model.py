@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.models.byte_lm import ByteLM, threshold_for
 from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
 from narrowcast.workloads.genomics.models.heads import NextTokenHead, SequenceHead
@@ -122,7 +122,7 @@ def test_trains_under_policies(backbone, patching, policy):
     tokens = some_tokens() * 0 + torch.arange(41) % 4 + 3
     losses = []
     for _ in range(10):
-        with run.compute():
+        with run.autocast():
             logits = model(tokens)
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
         run.backward(loss)
@@ -137,7 +137,7 @@ def test_patches_of_entropy_are_of_several_lengths_and_the_same_under_a_policy()
     patches = model.patches(tokens)
     assert len(patches.lengths.unique()) > 3
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="fp8-delayed")
-    with run.compute():
+    with run.autocast():
         assert torch.equal(model.patches(tokens).ids, patches.ids)
 
 
@@ -146,7 +146,7 @@ def test_filters_are_computed_in_fp32_under_any_policy(policy):
     model = model_of("hyena")
     plain = model.blocks[0].mixer.filter(64)
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy)
-    with run.compute():
+    with run.autocast():
         assert torch.equal(model.blocks[0].mixer.filter(64), plain)
 
 
@@ -177,16 +177,16 @@ def test_presets_build(name):
     ],
 )
 def test_impossible_shapes_are_refused(wrong, told):
-    with pytest.raises(RecipeError, match=told):
+    with pytest.raises(ConfigError, match=told):
         dataclasses.replace(config_of("hyena"), **wrong)
 
 
 @pytest.mark.parametrize("table", [None, [0, 1], [0, 1, 2, 4, 5, 6, 3, 7]])
 def test_complements_that_are_none_are_refused(table):
-    with pytest.raises(RecipeError, match="complement"):
+    with pytest.raises(ConfigError, match="complement"):
         GenomicModel(config_of("hyena", reverse_complement=True), table)
 
 
 def test_an_unknown_preset_is_refused():
-    with pytest.raises(RecipeError, match="there are mini, tiny, small"):
+    with pytest.raises(ConfigError, match="there are mini, tiny, small"):
         GenomicConfig.preset("huge", vocab_size=12)

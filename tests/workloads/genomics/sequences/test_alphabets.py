@@ -3,13 +3,13 @@ from Bio.Data import IUPACData
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import (
     ALPHABETS,
     DNA,
     PROTEIN,
     RNA,
-    alphabet_of,
+    guess_alphabet,
 )
 
 
@@ -61,16 +61,16 @@ def test_cleaning_twice_changes_nothing(alphabet, data):
     ],
 )
 def test_what_is_no_letter_is_refused(alphabet, sequence, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         alphabet.clean(sequence)
 
 
 @pytest.mark.parametrize(("alphabet", "letter"), [(DNA, "N"), (DNA, "r"), (PROTEIN, "B")])
 def test_strict_takes_letters_of_the_alphabet_only(alphabet, letter):
-    with pytest.raises(RecipeError, match=f"letter 4 is '{letter}'"):
+    with pytest.raises(ConfigError, match=f"letter 4 is '{letter}'"):
         alphabet.clean("ACG" + letter, strict=True)
-    with pytest.raises(RecipeError, match="row 3: letter 4"):
-        alphabet.clean("ACG" + letter, strict=True, place="row 3")
+    with pytest.raises(ConfigError, match="row 3: letter 4"):
+        alphabet.clean("ACG" + letter, strict=True, location="row 3")
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_strict_takes_letters_of_the_alphabet_only(alphabet, letter):
     ],
 )
 def test_what_a_sequence_looks_like(sequence, alphabet):
-    assert alphabet_of(sequence) is alphabet
+    assert guess_alphabet(sequence) is alphabet

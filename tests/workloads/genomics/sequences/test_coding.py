@@ -6,7 +6,7 @@ from Bio.Seq import Seq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.coding import orfs, translate
 from narrowcast.workloads.genomics.sequences.features import Part
 from narrowcast.workloads.genomics.sequences.genetic_codes import BY_CONTEXT, CODES
@@ -44,11 +44,11 @@ def test_proteins_end_before_the_first_stop(text):
 
 
 def test_codes_and_letters_that_are_none_are_refused():
-    with pytest.raises(RecipeError, match="genetic code 7: there is no such code; write one of 1,"):
+    with pytest.raises(ConfigError, match="genetic code 7: there is no such code; write one of 1,"):
         translate("ATG", 7)
-    with pytest.raises(RecipeError, match="genetic code 27: codons of it are amino acids or stops"):
+    with pytest.raises(ConfigError, match="genetic code 27: codons of it are amino acids or stops"):
         orfs("ATG", code=27)
-    with pytest.raises(RecipeError, match="codon 'A-G'"):
+    with pytest.raises(ConfigError, match="codon 'A-G'"):
         translate("A-G")
 
 
@@ -94,5 +94,5 @@ def test_a_frame_reads_from_start_to_stop():
 
 
 def test_starts_that_are_no_codons_are_refused():
-    with pytest.raises(RecipeError, match="'AT' is no codon"):
+    with pytest.raises(ConfigError, match="'AT' is no codon"):
         orfs("ATGTAA", starts=["AT"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
 from narrowcast.workloads.genomics.sequences.features import Feature, Part
 from narrowcast.workloads.genomics.sequences.labels import (
@@ -55,8 +55,8 @@ def test_a_feature_across_the_origin_as_genbank_and_as_gff_write_it():
     expected = [1, 1, 0, 0, 0, 0, 0, 0, 1, 1]
     assert base_labels(10, split, {"gene": 1}).tolist() == expected
     assert base_labels(10, beyond, {"gene": 1}, circular=True).tolist() == expected
-    with pytest.raises(RecipeError, match=r"f.gb, record 2: gene at 9 to 12 lies beyond its 10"):
-        base_labels(10, beyond, {"gene": 1}, place="f.gb, record 2")
+    with pytest.raises(ConfigError, match=r"f.gb, record 2: gene at 9 to 12 lies beyond its 10"):
+        base_labels(10, beyond, {"gene": 1}, location="f.gb, record 2")
 
 
 def test_labels_of_the_other_strand_exchange_strands():
@@ -76,7 +76,7 @@ def test_labels_of_the_other_strand_exchange_strands():
 def test_labels_on_tokens_are_those_of_their_own_letters(labels, k, rule, data):
     tokenizer = KmerTokenizer(DNA, k, data.draw(st.integers(0, k - 1)))
     letters = data.draw(st.text("ACGTN", min_size=len(labels), max_size=len(labels)))
-    spans = tokenizer.spans_of(tokenizer.encode(letters, special=True))
+    spans = tokenizer.token_spans(tokenizer.encode(letters, special=True))
     laid = token_labels(np.array(labels, dtype=np.int64), spans, rule=rule)
     assert laid[0] == laid[-1] == IGNORE
     for label, start, end in list(zip(laid, *spans, strict=True))[1:-1]:
@@ -107,7 +107,7 @@ def test_a_base_takes_the_value_of_the_nearest_token(length, k, data):
 
 
 def test_too_few_labels_are_refused():
-    with pytest.raises(RecipeError, match="tokens reach to letter 5, and there are 4 labels"):
+    with pytest.raises(ConfigError, match="tokens reach to letter 5, and there are 4 labels"):
         token_labels(np.zeros(4, dtype=np.int64), ByteTokenizer(DNA).spans(5))
 
 
@@ -141,7 +141,7 @@ def test_a_class_may_be_called_as_unknown_letters_are():
     ],
 )
 def test_labels_that_do_not_fit_are_refused(value, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         letter_labels(record(labels=value), "labels", ["O", "G"])
 
 
@@ -149,11 +149,11 @@ def test_labels_of_records():
     one = record(label="G", number="2.5")
     assert class_label(one, "label", ["O", "G"]) == 1
     assert number_label(one, "number") == 2.5
-    with pytest.raises(RecipeError, match="record 3 has no column target; it has label, number"):
+    with pytest.raises(ConfigError, match="record 3 has no column target; it has label, number"):
         class_label(one, "target", ["O", "G"])
-    with pytest.raises(RecipeError, match="record 3: label is 'G', no finite number"):
+    with pytest.raises(ConfigError, match="record 3: label is 'G', no finite number"):
         number_label(one, "label")
-    with pytest.raises(RecipeError, match="record 3: label is 'nan', no finite number"):
+    with pytest.raises(ConfigError, match="record 3: label is 'nan', no finite number"):
         number_label(record(label="nan"), "label")
 
 

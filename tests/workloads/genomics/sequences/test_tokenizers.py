@@ -7,12 +7,12 @@ from Bio.Seq import reverse_complement, reverse_complement_rna
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import DNA, PROTEIN, RNA
 from narrowcast.workloads.genomics.sequences.tokenizers import (
     ByteTokenizer,
     KmerTokenizer,
-    tokenizer_of,
+    make_tokenizer,
 )
 
 
@@ -70,7 +70,7 @@ def test_every_token_is_what_stands_in_its_span(tokenizer, data):
     alphabet = tokenizer.alphabet
     text = data.draw(st.text(alphabet.letters + alphabet.unknown + alphabet.stop, max_size=60))
     ids = tokenizer.encode(text)
-    starts, ends = tokenizer.spans_of(ids)
+    starts, ends = tokenizer.token_spans(ids)
     named = {"[N]": "N", "[X]": "X", "[UNK]": "N", "[STOP]": "*"}
     found = [named.get(token, token) for token in np.array(tokenizer.tokens)[ids]]
     assert found == [text[a:b] for a, b in zip(starts, ends, strict=True)]
@@ -83,7 +83,7 @@ def test_every_token_is_what_stands_in_its_span(tokenizer, data):
 @given(tokenizer=tokenizers(), length=st.integers(0, 60))
 def test_spans_of_a_length_are_those_of_any_known_sequence_of_it(tokenizer, length):
     ids = tokenizer.encode((tokenizer.alphabet.letters * 60)[:length])
-    for one, other in zip(tokenizer.spans(length), tokenizer.spans_of(ids), strict=True):
+    for one, other in zip(tokenizer.spans(length), tokenizer.token_spans(ids), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -107,7 +107,7 @@ def test_repeated_letters_of_the_tail_are_kept():
 
 def test_specials_lie_between_letters():
     tokenizer = KmerTokenizer(DNA)
-    starts, ends = tokenizer.spans_of(tokenizer.encode("ATCGA", special=True))
+    starts, ends = tokenizer.token_spans(tokenizer.encode("ATCGA", special=True))
     assert list(zip(starts, ends, strict=True)) == [(0, 0), (0, 3), (2, 5), (5, 5)]
 
 
@@ -140,7 +140,7 @@ def test_the_complement_of_the_complement_is_every_token_itself(tokenizer):
 def test_whatever_a_model_writes_can_be_decoded(tokenizer, data):
     ids = np.array(data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20)), int)
     text = tokenizer.decode(ids)
-    starts, ends = tokenizer.spans_of(ids)
+    starts, ends = tokenizer.token_spans(ids)
     assert tokenizer.alphabet.clean(text).sequence == text
     assert len(ends) == 0 or ends[-1] == len(text)
     assert (starts <= ends).all()
@@ -151,20 +151,20 @@ def test_whatever_a_model_writes_can_be_decoded(tokenizer, data):
     [(0, 0, "k is at least 1"), (3, 3, "overlap from 0 to k - 1"), (11, 0, "write a smaller k")],
 )
 def test_kmers_that_cannot_be_are_refused(k, overlap, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         KmerTokenizer(DNA, k, overlap)
 
 
 def test_ids_of_another_vocabulary_are_refused():
-    with pytest.raises(RecipeError, match="which has 13 tokens"):
+    with pytest.raises(ConfigError, match="which has 13 tokens"):
         ByteTokenizer(DNA).decode(np.array([13]))
 
 
 def test_tokenizers_are_values_that_workers_can_be_sent():
-    tokenizer = tokenizer_of("kmer", DNA, 3, 1)
+    tokenizer = make_tokenizer("kmer", DNA, 3, 1)
     ids = tokenizer.encode("ATCGN")
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again == tokenizer == KmerTokenizer(DNA)
     assert hash(again) == hash(tokenizer)
     np.testing.assert_array_equal(again.encode("ATCGN"), ids)
-    assert tokenizer_of("byte", RNA) == ByteTokenizer(RNA)
+    assert make_tokenizer("byte", RNA) == ByteTokenizer(RNA)

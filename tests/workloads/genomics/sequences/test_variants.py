@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.readers import (
     Variant,
     VariantColumns,
@@ -64,7 +64,7 @@ def test_windows_are_cut_from_the_reference_and_from_the_changed_genome(
     ],
 )
 def test_variants_that_do_not_fit_are_refused_with_file_and_record(given_variant, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         list(variant_pairs([given_variant], reference("ACGT"), 8))
 
 
@@ -75,10 +75,10 @@ def test_names_of_regions_and_given_positions_say_where_a_contig_begins(tmp_path
     assert [(c.chrom, c.first, c.last) for c in whole.contigs] == [
         ("chr17", 101, 104), ("part", 11, 14), ("M", 1, 2),
     ]  # fmt: skip
-    assert whole.contig_of(variant(102, "C", "T", "17")).sequence == "ACGT"
-    assert whole.contig_of(variant(1, "T", "G", "chrMT")).chrom == "M"
+    assert whole.find_contig(variant(102, "C", "T", "17")).sequence == "ACGT"
+    assert whole.find_contig(variant(1, "T", "G", "chrMT")).chrom == "M"
     path.write_text(">chr17:101-105\nacgt\n")
-    with pytest.raises(RecipeError, match="record 1 is named chr17:101-105, which are 5 letters"):
+    with pytest.raises(ConfigError, match="record 1 is named chr17:101-105, which are 5 letters"):
         Reference.read(path)
 
 
@@ -97,5 +97,5 @@ def test_all_of_brca1_fits_its_piece_of_hg19(shared):
         chrom="17", position=variants[0].position - 2, reference=variants[0].reference,
         alternative="A", number=1, file=table,
     )  # fmt: skip
-    with pytest.raises(RecipeError, match=r"brca1_sge_3893.csv.gz, record 1: the reference of 17"):
+    with pytest.raises(ConfigError, match=r"brca1_sge_3893.csv.gz, record 1: the reference of 17"):
         list(variant_pairs([shifted], hg19, 201))

@@ -2,7 +2,7 @@ from typing import get_args
 
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.formats import FORMATS, Conversations, detected
 from narrowcast.workloads.sft.data.prepare import prepare_data
 from narrowcast.workloads.sft.data.rows import Row
@@ -89,25 +89,25 @@ BAD = [
 
 @pytest.mark.parametrize(("row", "said"), BAD)
 def test_what_is_no_conversation_is_refused_with_its_row(row, said):
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         turns(row)
 
 
 def test_the_first_row_of_another_format_is_named():
     rows = [{"question": "Q", "answer": "A"}] * 2 + [{"prompt": "Q", "completion": "A"}]
-    with pytest.raises(RecipeError, match=r"line 3 reads as prompt\+completion, and the rows bef"):
+    with pytest.raises(ConfigError, match=r"line 3 reads as prompt\+completion, and the rows bef"):
         turns(*rows)
 
 
 def test_a_row_that_would_lose_its_context_is_of_another_format():
     rows = [{"instruction": "Q", "output": "A"}, {"instruction": "Q", "input": "C", "output": "A"}]
-    with pytest.raises(RecipeError, match="line 2 reads as instruction"):
+    with pytest.raises(ConfigError, match="line 2 reads as instruction"):
         turns(*rows)
     assert turns(*rows, choice="instruction+input+output") == [ASKED, GIVEN]
 
 
 def test_a_format_that_is_asked_for_needs_its_columns():
-    with pytest.raises(RecipeError, match="line 1 has no column answer; it has question, text"):
+    with pytest.raises(ConfigError, match="line 1 has no column answer; it has question, text"):
         turns({"question": "Q", "text": "T"}, choice="question+answer")
 
 
@@ -118,13 +118,13 @@ def test_columns_can_be_named():
 
 
 def test_a_column_that_is_not_there_is_refused_even_if_it_could_be_left_out():
-    with pytest.raises(RecipeError, match=r"line 1 has no column more; it has q, a"):
+    with pytest.raises(ConfigError, match=r"line 1 has no column more; it has q, a"):
         turns({"q": "Q", "a": "A"}, instruction="q", response="a", context="more")
 
 
 def test_names_are_guessed_at_only_where_that_is_asked_for():
     row = {"my_question": "Q", "best_answer": "A", "url": "u"}
-    with pytest.raises(RecipeError, match=r"or data.format=infer"):
+    with pytest.raises(ConfigError, match=r"or data.format=infer"):
         turns(row)
     found = read(row, choice="infer")
     assert [each.turns for each in found] == [(("user", "Q", ""), ("assistant", "A", ""))]
@@ -132,7 +132,7 @@ def test_names_are_guessed_at_only_where_that_is_asked_for():
 
 
 def test_a_guess_between_two_is_refused():
-    with pytest.raises(RecipeError, match=r"answer_1, answer_2 look like a response; write data.c"):
+    with pytest.raises(ConfigError, match=r"answer_1, answer_2 look like a response; write data.c"):
         turns({"query": "Q", "answer_1": "A", "answer_2": "B"}, choice="infer")
 
 
@@ -140,5 +140,5 @@ def test_a_guess_between_two_is_refused():
 def test_a_table_with_other_signs_than_commas_is_told_so(sign, tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text(f"prompt{sign}completion\na{sign}b\n")
-    with pytest.raises(RecipeError, match=r"one column, .* is read with commas; save it with"):
+    with pytest.raises(ConfigError, match=r"one column, .* is read with commas; save it with"):
         prepare_data(SftData(path=str(path)), tiny_tokenizer(), seed=0)

@@ -12,9 +12,9 @@ from narrowcast.workloads.sft.data.packing import (
     Packs,
     alone,
     attention_mask,
-    documents_of,
-    lengths_of,
+    document_ids,
     packed,
+    sequence_lengths,
 )
 from narrowcast.workloads.sft.data.tokenised import TokenRows
 
@@ -71,7 +71,7 @@ def test_a_batch_holds_every_row_whole_and_asks_nobody_to_go_on_as_another(lengt
     rows = rows_of(lengths, seed)
     packs = Packs(rows=rows, packs=packed(lengths, 64), padding=0, width=64)
     batch = packs.__getitems__(list(range(len(packs))))
-    documents = documents_of(batch["position_ids"])
+    documents = document_ids(batch["position_ids"])
     for row, pack in enumerate(packs.packs):
         for number, which in enumerate(pack):
             tokens, learnt = rows.row(which)
@@ -145,7 +145,7 @@ def test_a_packed_row_gives_what_its_conversations_give_alone(build, how):
             for number, which in enumerate(pack):
                 ids = torch.from_numpy(rows.row(which)[0]).long()[None]
                 own = model(input_ids=ids).logits[0]
-                here = documents_of(positions)[row] == number
+                here = document_ids(positions)[row] == number
                 # Sums of 64 terms of about 1, in another order.
                 assert (together[row, here] - own).abs().max() < 64 * 2**-23
 
@@ -183,7 +183,7 @@ def test_lengths_are_those_of_conversations_laid_end_to_end():
     rows = rows_of([4, 3, 6])
     packs = Packs(rows=rows, packs=[(0, 1), (2,)], padding=0, width=8)
     positions = packs.__getitems__([0, 1])["position_ids"]
-    found = lengths_of(positions)
+    found = sequence_lengths(positions)
     assert found.cu_seqlens.dtype == torch.int32
     assert [b - a for a, b in pairwise(found.cu_seqlens.tolist())] == [4, 3, 1, 6, 2]
     assert found.max_seqlen == 6

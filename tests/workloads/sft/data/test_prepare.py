@@ -9,11 +9,11 @@ from safetensors.numpy import load, save
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data import cache
 from narrowcast.workloads.sft.data.packing import IGNORED
 from narrowcast.workloads.sft.data.prepare import prepare_data
-from narrowcast.workloads.sft.data.rows import rows_of
+from narrowcast.workloads.sft.data.rows import read_rows
 from narrowcast.workloads.sft.data.settings import SftData
 
 ROWS = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(40)]
@@ -74,7 +74,7 @@ def test_a_row_without_an_answer_is_refused_by_line_or_dropped_and_counted(
     good = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}
     rows = [ROWS[0] if "answer" in row else good, row]
     path = write(rows)
-    with pytest.raises(RecipeError, match=rf"rows.jsonl, line 2: .*{said}; mend the row, or write"):
+    with pytest.raises(ConfigError, match=rf"rows.jsonl, line 2: .*{said}; mend the row, or write"):
         prepare_data(settings(path, validation_split=0.0), chat_tokenizer, seed=0)
     dropping = settings(path, validation_split=0.0, empty_response="drop")
     report = prepare_data(dropping, chat_tokenizer, seed=0).report
@@ -84,7 +84,7 @@ def test_a_row_without_an_answer_is_refused_by_line_or_dropped_and_counted(
 
 def test_half_a_character_is_refused_with_its_line(write, settings, tokenizer):
     path = write([*ROWS[:2], {"question": "\ud800", "answer": "A"}])
-    with pytest.raises(RecipeError, match=r"rows.jsonl, line 3: half a character"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl, line 3: half a character"):
         prepare_data(settings(path), tokenizer, seed=0)
 
 
@@ -102,7 +102,7 @@ def test_limits_in_characters_drop_rows_and_say_so(write, settings, tokenizer):
 
 
 def test_data_of_which_nothing_is_left_is_refused(write, settings, tokenizer):
-    with pytest.raises(RecipeError, match=r"data.path: no row is left to use \(40: more tokens th"):
+    with pytest.raises(ConfigError, match=r"data.path: no row is left to use \(40: more tokens th"):
         prepare_data(settings(write(ROWS), max_seq_length=4), tokenizer, seed=0)
 
 
@@ -218,13 +218,13 @@ def test_whatever_changes_the_tokens_is_kept_apart(write, settings, tokenizer, m
 def test_a_cache_folder_that_cannot_be_is_refused(write, settings, tokenizer):
     path = write(ROWS)
     given = settings(path, pretokenize=True, pretokenize_cache_dir=str(path))
-    with pytest.raises(RecipeError, match=r"pretokenize_cache_dir=.* cannot be made: "):
+    with pytest.raises(ConfigError, match=r"pretokenize_cache_dir=.* cannot be made: "):
         prepare_data(given, tokenizer, seed=0)
 
 
 def test_answers_of_gsm8k_are_learnt_to_the_last_token(shared, settings, tokenizer, tmp_path):
     small = tmp_path / "gsm8k.jsonl.gz"
-    rows = [row.values for row in islice(rows_of(shared / "gsm8k_train.jsonl.gz"), 300)]
+    rows = [row.values for row in islice(read_rows(shared / "gsm8k_train.jsonl.gz"), 300)]
     small.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     data = prepare_data(settings(small, validation_split=0.0), tokenizer, seed=0)
     answers = [row["answer"] for row in rows]

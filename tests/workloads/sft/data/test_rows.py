@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.workloads.sft.data.rows import rows_of
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.workloads.sft.data.rows import read_rows
 
 ROWS = [{"question": "é?", "answer": "one,\ntwo"}, {"question": "b", "answer": '"c"'}]
 TEXTS = {
@@ -23,7 +23,7 @@ def test_every_kind_of_file_gives_the_same_rows(name, packed, tmp_path):
     path = tmp_path / (name + ".gz" if packed else name)
     content = TEXTS[name].encode()
     path.write_bytes(gzip.compress(content) if packed else content)
-    assert [row.values for row in rows_of(path)] == ROWS
+    assert [row.values for row in read_rows(path)] == ROWS
 
 
 def test_a_parquet_file_is_read_or_what_reads_it_is_named(tmp_path):
@@ -34,10 +34,10 @@ def test_a_parquet_file_is_read_or_what_reads_it_is_named(tmp_path):
         from pyarrow import parquet
     except ImportError:
         with pytest.raises(UnsupportedError, match="needs pyarrow; write pip install 'pyarrow'"):
-            list(rows_of(path))
+            list(read_rows(path))
         return
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    assert [row.values for row in rows_of(path)] == ROWS
+    assert [row.values for row in read_rows(path)] == ROWS
 
 
 BAD = {
@@ -68,35 +68,35 @@ def test_a_bad_row_is_named_by_file_and_line(name, tmp_path):
     content, said = BAD[name]
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(RecipeError, match=said):
-        list(rows_of(path))
+    with pytest.raises(ConfigError, match=said):
+        list(read_rows(path))
 
 
 def test_a_file_that_was_cut_off_is_refused(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(ROWS[0]).encode() * 100)[:-20])
-    with pytest.raises(RecipeError, match=r"no whole .gz file"):
-        list(rows_of(path))
+    with pytest.raises(ConfigError, match=r"no whole .gz file"):
+        list(read_rows(path))
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     path = tmp_path / "a.jsonl"
     os.mkfifo(path)
-    with pytest.raises(RecipeError, match=r"a.jsonl cannot be read: it is a pipe, not a file"):
-        list(rows_of(path))
+    with pytest.raises(ConfigError, match=r"a.jsonl cannot be read: it is a pipe, not a file"):
+        list(read_rows(path))
 
 
 def test_lines_are_read_one_at_a_time(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\nbad')
-    rows = rows_of(path)
+    rows = read_rows(path)
     assert [next(rows).values["a"], next(rows).values["a"]] == [1, 2]
 
 
 def test_an_answer_longer_than_the_usual_limit_of_csv_is_read(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text(f"a,b\nx,{'y' * 200_000}\n")
-    assert len(next(rows_of(path)).values["b"]) == 200_000
+    assert len(next(read_rows(path)).values["b"]) == 200_000
 
 
 def test_real_files_have_as_many_rows_as_they_are_known_for(shared):
@@ -105,4 +105,4 @@ def test_real_files_have_as_many_rows_as_they_are_known_for(shared):
         "gsm8k_test.jsonl.gz": 1319,
         "rasbt_instruct_1100.json": 1100,
     }
-    assert {name: sum(1 for _ in rows_of(shared / name)) for name in counts} == counts
+    assert {name: sum(1 for _ in read_rows(shared / name)) for name in counts} == counts

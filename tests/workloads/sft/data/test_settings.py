@@ -5,8 +5,8 @@ from pydantic import ValidationError
 
 from narrowcast.config import load_recipe, recipe_schema
 from narrowcast.config.sections import Section, Sections
-from narrowcast.config.tree import leaves, tree_of
-from narrowcast.errors import RecipeError
+from narrowcast.config.tree import build_tree, leaves
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.settings import SftData
 
 
@@ -76,14 +76,14 @@ def test_a_recipe_and_words_of_the_command_line_set_them(tmp_path):
     assert data.sources == ("a.jsonl", "b.csv")
     assert (data.columns.instruction, data.columns.response) == ("q", "a")
     assert data.validation_split == 0
-    with pytest.raises(RecipeError, match=r"data.columns.*name both columns"):
+    with pytest.raises(ConfigError, match=r"data.columns.*name both columns"):
         load_recipe(recipe, words[:1], sections=lambda name: sections)
-    with pytest.raises(RecipeError, match=r"data.pretokenize.*write pretokenize=true"):
+    with pytest.raises(ConfigError, match=r"data.pretokenize.*write pretokenize=true"):
         load_recipe(recipe, ["data.pretokenize_cache_dir=x"], sections=lambda name: sections)
 
 
 def test_every_setting_says_what_it_is_and_every_value_has_a_bound():
-    fields = dict(leaves(tree_of(SftData)))
+    fields = dict(leaves(build_tree(SftData)))
     assert all(field.description for field in fields.values())
     schema = recipe_schema({"sft": Sections(data=SftData, model=Nothing)})
     bounds = {

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.workloads.sft.data.hub import _chosen
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.data.sources import sources_of
+from narrowcast.workloads.sft.data.sources import find_sources
 
 ROW = [{"question": "a", "answer": "b"}]
 
@@ -21,7 +21,7 @@ def test_paths_and_globs_are_taken_once_each_in_order(write, tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.jsonl"):
         write(ROW, name)
     given = (str(tmp_path / "b.jsonl"), str(tmp_path / "*.jsonl"))
-    found = sources_of(SftData(path=given))
+    found = find_sources(SftData(path=given))
     assert names(found.train) == ["b.jsonl", "a.jsonl", "c.jsonl"]
     assert found.notes == (f"{tmp_path}/b.jsonl is named more than once, and read once",)
 
@@ -30,22 +30,22 @@ def test_paths_and_globs_are_taken_once_each_in_order(write, tmp_path):
 def test_a_file_whose_name_says_so_is_validated_on_and_test_is_left_alone(word, write, tmp_path):
     for name in ("train.jsonl", f"my_{word}.jsonl.gz", "test.jsonl", "devices.jsonl"):
         write(ROW, name)
-    found = sources_of(SftData(path=str(tmp_path / "*")))
+    found = find_sources(SftData(path=str(tmp_path / "*")))
     assert names(found.train) == ["devices.jsonl", "train.jsonl"]
     assert names(found.validation) == [f"my_{word}.jsonl.gz"]
     assert "validated on" in found.notes[0]
     assert "test.jsonl is left alone" in found.notes[1]
-    all_of_it = sources_of(SftData(path=str(tmp_path / "*"), use_existing_splits=False))
+    all_of_it = find_sources(SftData(path=str(tmp_path / "*"), use_existing_splits=False))
     assert len(all_of_it.train) == 4
 
 
 def test_a_file_that_is_named_alone_is_trained_on_whatever_it_is_called(write, settings):
-    assert names(sources_of(settings(write(ROW, "test.jsonl"))).train) == ["test.jsonl"]
+    assert names(find_sources(settings(write(ROW, "test.jsonl"))).train) == ["test.jsonl"]
 
 
 def test_what_to_validate_on_can_be_named(write, settings):
     train, held = write(ROW, "train.jsonl"), write(ROW, "test.jsonl")
-    found = sources_of(settings(train, validation_path=str(held)))
+    found = find_sources(settings(train, validation_path=str(held)))
     assert (names(found.train), names(found.validation)) == (["train.jsonl"], ["test.jsonl"])
 
 
@@ -54,8 +54,8 @@ def test_what_is_no_file_is_said_at_once(write, tmp_path):
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     given = ("pipe.jsonl", "none/x.jsonl", "*.csv", "loop.jsonl", "\0", "**x/y")
     paths = (*(str(tmp_path / name) for name in given), str(tmp_path), "/dev/zero", "/" * 3000)
-    with pytest.raises(RecipeError) as caught:
-        sources_of(SftData(path=paths))
+    with pytest.raises(ConfigError) as caught:
+        find_sources(SftData(path=paths))
     said = str(caught.value)
     for part in (
         "pipe.jsonl cannot be read: it is a pipe, not a file",
@@ -71,7 +71,7 @@ def test_what_is_no_file_is_said_at_once(write, tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is there")
 def test_a_name_of_the_hub_says_what_to_install():
     with pytest.raises(UnsupportedError, match=r"no such file, .* Hub needs datasets; write pip"):
-        sources_of(SftData(path="openai/gsm8k", dataset_config_name="main"))
+        find_sources(SftData(path="openai/gsm8k", dataset_config_name="main"))
 
 
 @pytest.fixture
@@ -90,13 +90,13 @@ def hub(tmp_path, monkeypatch):
 
 def test_a_data_set_of_the_hub_is_loaded_with_its_configuration_and_splits(hub):
     hub('return {"train": [{"text": name + "/" + config}], "dev": [{"text": "held"}]}')
-    found = sources_of(SftData(path="owner/name", dataset_config_name="main"))
+    found = find_sources(SftData(path="owner/name", dataset_config_name="main"))
     (train,), (held,) = found.train, found.validation
     assert (train.name, held.name) == ("owner/name (train)", "owner/name (dev)")
     assert [row.values for row in train.rows()] == [{"text": "owner/name/main"}]
-    assert [row.place for row in held.rows()] == ["owner/name (dev), row 1"]
+    assert [row.location for row in held.rows()] == ["owner/name (dev), row 1"]
     alone = SftData(path="owner/name", dataset_config_name="main", use_existing_splits=False)
-    assert sources_of(alone).validation == ()
+    assert find_sources(alone).validation == ()
 
 
 @pytest.mark.parametrize(
@@ -107,25 +107,25 @@ def test_a_data_set_of_the_hub_is_loaded_with_its_configuration_and_splits(hub):
             UnsupportedError,
             "cannot be reached from here, and no",
         ),
-        ('raise FileNotFoundError("none")', RecipeError, "cannot be loaded: none; write a name"),
+        ('raise FileNotFoundError("none")', ConfigError, "cannot be loaded: none; write a name"),
         (
             'raise ValueError("which config?")',
-            RecipeError,
+            ConfigError,
             r"cannot be loaded: which config\?; wri",
         ),
-        ("return {}", RecipeError, "data set owner/name has no splits"),
+        ("return {}", ConfigError, "data set owner/name has no splits"),
     ],
 )
 def test_what_the_hub_cannot_give_is_said(hub, code, kind, said):
     hub(code)
     with pytest.raises(kind, match=said):
-        sources_of(SftData(path="owner/name"))
+        find_sources(SftData(path="owner/name"))
 
 
 def test_a_configuration_without_a_data_set_is_refused(write, settings):
     data = settings(write(ROW), dataset_config_name="main")
-    with pytest.raises(RecipeError, match="files have no configurations"):
-        sources_of(data)
+    with pytest.raises(ConfigError, match="files have no configurations"):
+        find_sources(data)
 
 
 @pytest.mark.parametrize(
@@ -140,14 +140,14 @@ def test_a_configuration_without_a_data_set_is_refused(write, settings):
 def test_splits_of_the_hub_are_chosen_by_name(there, train, held):
     found = _chosen("a/b", {name: [{"of": name}] for name in there})
     assert (found.train_name, found.validation_name) == (train, held)
-    assert [(row.values, row.place) for row in found.train()] == [
+    assert [(row.values, row.location) for row in found.train()] == [
         ({"of": train}, f"a/b ({train}), row 1")
     ]
     assert bool(found.note) is (train != "train")
 
 
 def test_sums_need_no_file():
-    (source,) = sources_of(SftData(path="sums")).train
+    (source,) = find_sources(SftData(path="sums")).train
     rows = [row.values for row in source.rows()]
     assert len({row["question"] for row in rows}) == len(rows) == 1000
     for row in rows:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.splitting import rows_in_both, split_rows
 from narrowcast.workloads.sft.data.tokenised import TokenRows
 
@@ -35,7 +35,7 @@ def test_the_seed_draws_and_the_same_seed_draws_the_same():
 @given(numbers=st.lists(st.integers(0, 30), max_size=60), share=st.floats(0.01, 0.99))
 def test_what_says_the_same_is_on_one_side(numbers, share):
     if len(set(numbers)) < 2:
-        with pytest.raises(RecipeError, match=r"data.validation_split=0 to train without"):
+        with pytest.raises(ConfigError, match=r"data.validation_split=0 to train without"):
             split_rows(rows_of(*numbers), share, seed=0)
         return
     train, held = split_rows(rows_of(*numbers), share, seed=0)

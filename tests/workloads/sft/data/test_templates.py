@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.conversation import Conversation, Turn
-from narrowcast.workloads.sft.data.templates import template_of
+from narrowcast.workloads.sft.data.templates import select_template
 
 ASKED = (Turn("user", "Q?"), Turn("assistant", "A."))
 TWICE = (*ASKED, Turn("user", "Why?"), Turn("assistant", "So."))
@@ -15,7 +15,7 @@ def of(*turns):
 
 
 def pieces(name, turns, tokenizer, **how):
-    written = template_of(name, tokenizer, **how).written(of(*turns))
+    written = select_template(name, tokenizer, **how).written(of(*turns))
     return [tuple(piece) for piece in written.pieces if piece.text]
 
 
@@ -62,16 +62,16 @@ def test_every_response_of_several_ends(name, tokenizer):
 def test_templates_of_pairs_refuse_what_is_none(name, tokenizer):
     turns = (Turn("user", "a"), Turn("tool", "b"), Turn("assistant", "c"))
     with pytest.raises(
-        RecipeError, match=f"line 7: user, tool, assistant .*template_format={name}"
+        ConfigError, match=f"line 7: user, tool, assistant .*template_format={name}"
     ):
         pieces(name, turns, tokenizer)
 
 
 def test_auto_is_chat_where_the_tokenizer_has_a_template(tokenizer, chat_tokenizer):
-    assert template_of("auto", tokenizer).name == "basic"
-    assert template_of("auto", chat_tokenizer).name == "chat"
-    with pytest.raises(RecipeError, match="the tokenizer has no chat template; write data"):
-        template_of("chat", tokenizer)
+    assert select_template("auto", tokenizer).name == "basic"
+    assert select_template("auto", chat_tokenizer).name == "chat"
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template; write data"):
+        select_template("chat", tokenizer)
 
 
 def test_a_text_is_learnt_as_it_stands_and_so_is_its_end(chat_tokenizer):
@@ -150,7 +150,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_row(make_tok
     tokenizer = make_tokenizer(template=FORGETS)
     assert learnt(pieces("chat", ASKED, tokenizer)) == ["A.<eos>"]
     with pytest.raises(
-        RecipeError, match=r"line 7, turn 2: .*chat template writes this response in"
+        ConfigError, match=r"line 7, turn 2: .*chat template writes this response in"
     ):
         pieces("chat", TWICE, tokenizer)
     whole = pieces("chat", TWICE, tokenizer, loss_on="all")
@@ -168,7 +168,7 @@ NO_SYSTEM = (
 def test_template_that_leaves_the_system_message_out_raises(loss_on, make_tokenizer):
     tokenizer = make_tokenizer(template=NO_SYSTEM)
     assert pieces("chat", ASKED, tokenizer, loss_on=loss_on)
-    with pytest.raises(RecipeError, match=r"line 7: .*leaves the system message out, got 'Be kind"):
+    with pytest.raises(ConfigError, match=r"line 7: .*leaves the system message out, got 'Be kind"):
         pieces("chat", (Turn("system", "Be kind."), *ASKED), tokenizer, loss_on=loss_on)
 
 
@@ -185,7 +185,7 @@ def test_messages_that_a_template_strips_or_writes_as_json_are_not_left_out(make
 def test_a_template_that_fails_says_its_own_words(make_tokenizer):
     tokenizer = make_tokenizer(template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(
-        RecipeError, match=r"line 7: .*chat template fails: roles must alternate; me"
+        ConfigError, match=r"line 7: .*chat template fails: roles must alternate; me"
     ):
         pieces("chat", ASKED, tokenizer)
 
@@ -194,7 +194,7 @@ def test_a_template_that_fails_says_its_own_words(make_tokenizer):
     "template", ["{% if %}", "{{ 1 + 'a' }}", "{{ messages[9].content }}", {"rag": "", "tool": ""}]
 )
 def test_a_template_that_is_broken_is_an_error_of_the_recipe(template, make_tokenizer):
-    with pytest.raises(RecipeError, match="line 7: the tokenizer's chat template fails: "):
+    with pytest.raises(ConfigError, match="line 7: the tokenizer's chat template fails: "):
         pieces("chat", ASKED, make_tokenizer(template=template))
 
 
@@ -205,8 +205,8 @@ def test_a_template_that_writes_the_date_writes_the_same_tomorrow(make_tokenizer
 
 
 def test_a_tokenizer_without_an_end_is_refused(make_tokenizer):
-    with pytest.raises(RecipeError, match="no eos token, so that a model could not learn where"):
-        template_of("basic", make_tokenizer(eos_token=None))
+    with pytest.raises(ConfigError, match="no eos token, so that a model could not learn where"):
+        select_template("basic", make_tokenizer(eos_token=None))
 
 
 def test_everything_is_learnt_where_that_is_asked_for(tokenizer):

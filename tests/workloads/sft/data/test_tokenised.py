@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.conversation import Conversation, Turn
 from narrowcast.workloads.sft.data.report import Tally
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.data.templates import template_of
+from narrowcast.workloads.sft.data.templates import select_template
 from narrowcast.workloads.sft.data.tokenised import Encoder, TokenRows, padding_token
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=30)
@@ -18,7 +18,7 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1
 def encode(tokenizer, *pairs, template="auto", **given):
     """Return the rows of questions with answers, what happened to them."""
     data = SftData(path="x", template_format=template, **given)
-    encoder = Encoder.of(template_of(template, tokenizer, loss_on=data.loss_on), data)
+    encoder = Encoder.of(select_template(template, tokenizer, loss_on=data.loss_on), data)
     said = [Conversation(_turns(pair), f"f, line {n}") for n, pair in enumerate(pairs, 1)]
     tally = Tally()
     rows = list(encoder.rows(said, tally))
@@ -53,7 +53,7 @@ def test_chat_marks_are_those_of_transformers_own_generation_tags(untrimmed, sai
 def test_tokens_are_the_text_and_what_is_learnt_holds_the_response(
     chat_tokenizer, name, asked, answer
 ):
-    written = template_of(name, chat_tokenizer).written(
+    written = select_template(name, chat_tokenizer).written(
         Conversation(_turns((asked, answer)), "f, line 1")
     )
     ((tokens, learnt),) = encode(chat_tokenizer, (asked, answer), template=name)[0]
@@ -139,7 +139,7 @@ def test_rows_that_are_too_long_are_dropped_cut_or_refused_as_asked(tokenizer):
     assert [len(tokens) for tokens, _ in rows] == [fits, fits]
     assert (dict(tally.dropped), tally.cut) == ({"no response within max_seq_length": 1}, 1)
     assert rows[1][0][-1] != tokenizer.eos_token_id
-    with pytest.raises(RecipeError, match=r"line 2 has .* tokens, and data.max_seq_length is"):
+    with pytest.raises(ConfigError, match=r"line 2 has .* tokens, and data.max_seq_length is"):
         encode(tokenizer, *pairs, max_seq_length=fits, too_long="refuse")
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import FunctionalNetworks, Layout, ablate, lesioned, random_like
 from narrowcast.workloads.sft.ica.study.ablation import (
     SIGNIFICANT,
@@ -208,7 +208,7 @@ def test_a_file_that_is_no_ablation_is_refused(tmp_path, text, said):
     path = tmp_path / "ablation.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         load_ablation(path)
 
 
@@ -218,7 +218,7 @@ def test_a_damaged_number_is_refused(make_model, documents, tmp_path):
     value = json.loads(path.read_text())
     value["lesion"]["level"]["loss"] = None
     path.write_text(json.dumps(value))
-    with pytest.raises(RecipeError, match="None is no float"):
+    with pytest.raises(ConfigError, match="None is no float"):
         load_ablation(path)
 
 
@@ -231,16 +231,16 @@ def test_a_damaged_number_is_refused(make_model, documents, tmp_path):
     ],
 )
 def test_what_cannot_be_measured_is_refused(make_model, documents, change, said):
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         ablate(make_model("llama"), documents, NETWORKS, **change)
 
 
 def test_one_document_says_nothing_of_chance(make_model, documents):
-    with pytest.raises(RecipeError, match="1 documents say nothing of how much chance"):
+    with pytest.raises(ConfigError, match="1 documents say nothing of how much chance"):
         ablate(make_model("llama"), documents[:1], NETWORKS)
 
 
 def test_networks_of_another_model_are_refused(make_model, documents):
     other = FunctionalNetworks(networks={0: {0: (1,)}}, layout=Layout(layers=(0,), width=32))
-    with pytest.raises(RecipeError, match="have 32 channels a layer, and this model has 16"):
+    with pytest.raises(ConfigError, match="have 32 channels a layer, and this model has 16"):
         ablate(make_model("llama"), documents, other)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from narrowcast.config.sections import DataSection, Recipe, Section
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.hardware import Hardware
 from narrowcast.runs import Metric, StepRecord, TaskInfo
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
@@ -191,7 +191,7 @@ def test_frozen_rows_do_not_move_by_a_bit(make_model, policy):
     model = make_model("llama")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     course = Course(model, section(mask_mode="freeze"), policy=policy).run()
-    after = course.prepared.full_weights()
+    after = course.prepared.fp32_state_dict()
     for layer, rows in course.applied.networks.channels().items():
         name = f"model.layers.{layer}.mlp.down_proj.weight"
         stayed = (after[name] == before[name]).all(1).nonzero()[:, 0].tolist()
@@ -235,7 +235,7 @@ def test_a_template_that_has_changed_since_is_refused_when_a_run_goes_on(make_mo
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_before_anything_runs(make_model, given, said):
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         apply_networks(make_model("llama"), section(**given), [], seed=0)
 
 
@@ -259,7 +259,7 @@ def test_a_template_without_what_is_asked_for_is_refused(make_model, tmp_path, c
         Course(make_model("llama"), section(freeze=True)).run(steps=1).applied.networks, path
     )
     given = IcaSection(**{"mask_mode": "lesion", "ica_template_path": str(path), **change})
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         apply_networks(make_model("llama"), given, [], seed=0)
 
 
@@ -296,7 +296,7 @@ def test_a_frozen_adapter_of_a_checkpoint_may_have_learnt(make_model):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight += ".lora_B." in name
-    with pytest.raises(RecipeError, match="has already learnt"):
+    with pytest.raises(ConfigError, match="has already learnt"):
         Freeze(model, {0: (1,)}, site="down_input")
     again = Freeze.resumed(model, {0: (1,)}, state, site="down_input")
     assert again.names == freeze.names

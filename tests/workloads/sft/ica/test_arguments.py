@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import (
     ICA,
     ArraySignals,
@@ -43,7 +43,7 @@ NETWORKS = FunctionalNetworks(networks={0: {0: (1,)}}, layout=Layout(layers=(0, 
     ],
 )
 def test_settings_of_ica_have_their_types(name, value):
-    with pytest.raises(RecipeError, match=name):
+    with pytest.raises(ConfigError, match=name):
         ICA(**{name: value})
 
 
@@ -63,7 +63,7 @@ def test_settings_of_ica_have_their_types(name, value):
     ],
 )
 def test_values_have_their_types(make):
-    with pytest.raises(RecipeError, match="must be"):
+    with pytest.raises(ConfigError, match="must be"):
         make()
 
 
@@ -86,7 +86,7 @@ def test_values_have_their_types(make):
 def test_arguments_of_the_search_have_their_types(make_model, name, value):
     key = {"a batch": "batches", "a layer": "layers"}.get(name, name)
     given = {"model": make_model("llama"), "batches": [{"input_ids": IDS}], key: value}
-    with pytest.raises(RecipeError, match=f"{name} must be"):
+    with pytest.raises(ConfigError, match=f"{name} must be"):
         functional_networks(**given)
 
 
@@ -108,7 +108,7 @@ def test_arguments_of_the_search_have_their_types(make_model, name, value):
     ],
 )
 def test_arguments_of_what_is_done_with_networks_have_their_types(make_model, use, what):
-    with pytest.raises(RecipeError, match=f"{what}.* must"):
+    with pytest.raises(ConfigError, match=f"{what}.* must"):
         use(make_model("llama"))
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import ModelSignals
 from narrowcast.workloads.sft.ica.blocks import find_blocks
 
@@ -63,12 +63,12 @@ def test_signals_come_in_the_dtype_of_the_model(make_model, batches):
 
 
 def test_batches_that_are_gone_after_one_pass_are_refused(make_model, batches):
-    with pytest.raises(RecipeError, match="once only; give a list or a data loader"):
+    with pytest.raises(ConfigError, match="once only; give a list or a data loader"):
         ModelSignals(make_model("llama"), iter(batches))
 
 
 def test_a_layer_that_is_not_there_is_refused(make_model, batches):
-    with pytest.raises(RecipeError, match="layer 3 of a model with 3"):
+    with pytest.raises(ConfigError, match="layer 3 of a model with 3"):
         ModelSignals(make_model("llama"), batches, layers=[3])
 
 
@@ -96,11 +96,11 @@ def test_skip_first_applies_to_every_sequence_of_a_packed_row(make_model):
 
 
 def test_skipping_everything_is_refused(make_model, batches):
-    with pytest.raises(RecipeError, match="No sequence has more than skip_first=8 tokens"):
+    with pytest.raises(ConfigError, match="No sequence has more than skip_first=8 tokens"):
         list(ModelSignals(make_model("llama"), batches, skip_first=8))
 
 
 @pytest.mark.parametrize("skip_first", [-1, 1.5, True, "1"])
 def test_skip_first_is_a_number_of_tokens(make_model, batches, skip_first):
-    with pytest.raises(RecipeError, match="skip_first must be a whole number"):
+    with pytest.raises(ConfigError, match="skip_first must be a whole number"):
         ModelSignals(make_model("llama"), batches, skip_first=skip_first)

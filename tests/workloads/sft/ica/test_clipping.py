@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import ICA, ArraySignals, Percentile
 from narrowcast.workloads.sft.ica.clipping import ClippedSignals
 from narrowcast.workloads.sft.ica.signals import StoredSignals
@@ -100,11 +100,11 @@ def test_bounds_are_numpys_percentiles(percentile, rows, chunk, dtype):
 def test_clipping_hides_no_value_that_is_not_finite(plain, value):
     signals = plain.signals.clone()
     signals[1234, 7] = value
-    with pytest.raises(RecipeError, match="not finite, the first in row 1234, channel 7"):
+    with pytest.raises(ConfigError, match="not finite, the first in row 1234, channel 7"):
         ICA(components=5, clip_activations=99).fit(ArraySignals(signals))
 
 
 @pytest.mark.parametrize("percentile", [100, 50, 1.0, True, "99"])
 def test_a_percentile_that_is_none_is_refused(percentile):
-    with pytest.raises(RecipeError, match="clip_activations must be a percentile"):
+    with pytest.raises(ConfigError, match="clip_activations must be a percentile"):
         ICA(clip_activations=percentile)

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import ICA, ArraySignals, FileSignals
 from narrowcast.workloads.sft.ica.collect import collect
 from narrowcast.workloads.sft.ica.dtypes import Storage
-from narrowcast.workloads.sft.ica.statistics import statistics_of
+from narrowcast.workloads.sft.ica.statistics import channel_statistics
 
 
 class Uneven:
@@ -46,13 +46,13 @@ def test_an_overflow_in_float16_is_answered_by_float32(noise):
     assert torch.equal(torch.cat(list(result.signals)), noise)
     (finding,) = result.findings
     assert finding.kind == "overflow"
-    assert "up to 7e+04, overflow float16, whose largest number is 6.55e+04" in finding.what
+    assert "up to 7e+04, overflow float16, whose largest value is 6.55e+04" in finding.what
     assert finding.answer == "they are stored in float32"
 
 
 def test_a_column_of_60000s_has_a_finite_mean_and_no_spread(noise):
     noise[:, 2] = 60_000.0
-    statistics = statistics_of(collected(noise, torch.float16).signals)
+    statistics = channel_statistics(collected(noise, torch.float16).signals)
     assert statistics.mean[2] == 60_000
     assert statistics.spread[2] == 0
 
@@ -82,7 +82,7 @@ def test_channels_far_from_zero_are_too_coarse_for_bfloat16(noise):
 def test_what_the_model_computes_wrong_is_its_own(noise, dtype, bad):
     noise[301, 5] = bad
     with pytest.raises(
-        RecipeError, match=r"not finite, the first in row 301, channel 5: the model"
+        ConfigError, match=r"not finite, the first in row 301, channel 5: the model"
     ):
         collected(noise, dtype)
 
@@ -109,5 +109,5 @@ def test_a_file_is_read_chunk_by_chunk(noise, tmp_path):
 def test_a_file_of_other_rows_is_refused(noise, tmp_path):
     path = tmp_path / "signals"
     noise.numpy().tofile(path)
-    with pytest.raises(RecipeError, match="not whole rows of 7 float32; say how many channels"):
+    with pytest.raises(ConfigError, match="not whole rows of 7 float32; say how many channels"):
         list(FileSignals(path=path, channels=7))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import (
     ICA,
     ICAMask,
@@ -9,9 +9,9 @@ from narrowcast.workloads.sft.ica import (
     Percentile,
     Provenance,
     ZScore,
+    check_fit,
     functional_networks,
     load_networks,
-    refuse_misfit,
     save_networks,
 )
 
@@ -43,7 +43,7 @@ def test_networks_have_their_size_and_say_where_they_come_from(model, many, tmp_
     path = tmp_path / "networks.json"
     save_networks(networks, path)
     assert load_networks(path) == networks
-    refuse_misfit(networks, model)
+    check_fit(networks, model)
     with Masks(model) as masks:
         masks.lesion(networks.channels([0]))
         assert int((masks.factors() == 0).sum()) == 5
@@ -68,16 +68,16 @@ def test_networks_of_another_model_are_refused(make_model, many):
     networks = functional_networks(
         make_model("gpt2"), many, ica=ICA_OF_FEW, site="down_input", selector=ZScore()
     )
-    refuse_misfit(networks, make_model("gpt2-lora"))
-    with pytest.raises(RecipeError, match="have 64 channels a layer, and this model has 40"):
-        refuse_misfit(networks, make_model("llama"))
+    check_fit(networks, make_model("gpt2-lora"))
+    with pytest.raises(ConfigError, match="have 64 channels a layer, and this model has 40"):
+        check_fit(networks, make_model("llama"))
 
 
 def test_some_layers(make_model, many):
     networks = functional_networks(make_model("gpt2"), many, ica=ICA_OF_FEW, layers="0,2:")
     assert networks.layout.layers == (0, 2)
     assert set(networks.channels()) <= {0, 2}
-    with pytest.raises(RecipeError, match="name layer 3 of a model with 3"):
+    with pytest.raises(ConfigError, match="name layer 3 of a model with 3"):
         functional_networks(make_model("gpt2"), many, layers="3")
 
 
@@ -89,7 +89,7 @@ def test_layer_by_layer_every_network_is_in_one_layer(make_model, many):
     layers = [set(networks.networks[c]) for c in networks.components]
     assert all(layers[c] <= {c // 3} for c in range(9))
     assert networks.layout.width == 40
-    with pytest.raises(RecipeError, match="of down_input channels, and mlp_output is asked for"):
+    with pytest.raises(ConfigError, match="of down_input channels, and mlp_output is asked for"):
         networks.require_fit(depth=3, width=40, site="mlp_output")
 
 

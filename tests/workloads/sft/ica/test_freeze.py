@@ -6,7 +6,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Phi3Config, Phi3ForCausalLM
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.workloads.sft.ica import Freeze
 from narrowcast.workloads.sft.ica.blocks import find_blocks
 
@@ -91,12 +91,12 @@ def test_rows_cannot_move_in_the_answer_of_a_lookahead_point(make_model, batches
     run = nc.prepare(model, optimizer, policy=policy, lookahead=nc.Lookahead())
     hook.before_first_step(run)
     for i in range(5):
-        with run.compute():
+        with run.autocast():
             loss = model(**batches[i % 2], labels=batches[i % 2]["input_ids"]).loss
         outcome = run.step(loss)
         with torch.no_grad():
             hook.after_step(run, outcome.applied_on_device)
-    answer = run.answer_weights()
+    answer = run.eval_state_dict()
     released = run.release()
     released.load_state_dict(answer)
     assert_only_the_chosen_stayed(before, effective_rows(released))
@@ -123,11 +123,11 @@ def test_rows_cannot_move_in_a_prepared_run_with_every_digit(make_model, batches
             hook.after_step(run, outcome.applied_on_device)
 
     for i in range(10):
-        with run.compute():
+        with run.autocast():
             loss = model(**batches[i % 2], labels=batches[i % 2]["input_ids"]).loss
         step(loss)
     averaged = copy.deepcopy(make_model(kind))
-    averaged.load_state_dict(run.averaged_weights())
+    averaged.load_state_dict(run.ema_state_dict())
     released = run.release()
     after = effective_rows(released)
     for layer, channels in CHOSEN.items():
@@ -155,7 +155,7 @@ def test_a_resumed_run_keeps_the_rows_it_began_with(make_model):
     other.restore()
     assert torch.equal(weight[[1, 5]], kept[[1, 5]])
     strangers = Freeze(model, {0: (1,)})
-    with pytest.raises(RecipeError, match="the checkpoint froze other rows"):
+    with pytest.raises(ConfigError, match="the checkpoint froze other rows"):
         strangers.hook().load_state_dict(state)
 
 
@@ -164,7 +164,7 @@ def test_an_adapter_that_has_learnt_is_refused(make_model):
     down = find_blocks(model).blocks[0].down.module
     with torch.no_grad():
         down.lora_B["default"].weight[1] = 0.5
-    with pytest.raises(RecipeError, match=r"'default' has already learnt something .* merge it"):
+    with pytest.raises(ConfigError, match=r"'default' has already learnt something .* merge it"):
         Freeze(model, CHOSEN)
     Freeze(model, {0: (2,)})
 
@@ -181,12 +181,12 @@ def test_dora_is_refused(make_model):
 def test_nothing_to_freeze_is_told(make_model):
     config = LoraConfig(r=4, target_modules=["q_proj"])
     model = get_peft_model(make_model("llama"), config)
-    with pytest.raises(RecipeError, match="nothing to freeze: no weight of these channels is"):
+    with pytest.raises(ConfigError, match="nothing to freeze: no weight of these channels is"):
         Freeze(model, CHOSEN)
 
 
 def test_channels_of_another_model_are_refused(make_model):
-    with pytest.raises(RecipeError, match="networks were made for another model"):
+    with pytest.raises(ConfigError, match="networks were made for another model"):
         Freeze(make_model("llama"), {0: (16,)})
 
 

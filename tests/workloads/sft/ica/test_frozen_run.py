@@ -70,7 +70,7 @@ def test_rows_stay_over_a_resume_and_the_rest_goes_on(make_model, tmp_path, poli
             parameter += 1
     resumed = frozen_run(other, policy, tmp_path, resume=state)
     assert first_difference(straight.state_dict(), resumed.state_dict()) is None
-    after = resumed.full_weights()
+    after = resumed.fp32_state_dict()
     for layer, rows in CHOSEN.items():
         name = f"model.layers.{layer}.mlp.down_proj.weight"
         stayed = (after[name] == before[name]).all(1).nonzero()[:, 0].tolist()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.decomposition import FastICA
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import ICA, ArraySignals, Percentile
 
 SOLVED = [
@@ -162,12 +162,12 @@ def test_a_solver_that_overflows_is_run_again_in_float64(monkeypatch, signals, s
 
 def test_more_components_than_directions_are_refused(signals):
     few = signals.signals[:, :1] @ torch.ones(1, 30) * torch.linspace(1, 2, 30)
-    with pytest.raises(RecipeError, match="have 1 independent directions; ask for at most 1"):
+    with pytest.raises(ConfigError, match="have 1 independent directions; ask for at most 1"):
         ICA(components=3).fit(ArraySignals(few))
 
 
 def test_more_components_than_rows_are_refused(signals):
-    with pytest.raises(RecipeError, match=r"30 components of 10 rows .* ask for at most 9"):
+    with pytest.raises(ConfigError, match=r"30 components of 10 rows .* ask for at most 9"):
         ICA(components=30).fit(ArraySignals(signals.signals[:10]))
 
 
@@ -181,7 +181,7 @@ def test_more_components_than_rows_are_refused(signals):
     ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong, advice):
-    with pytest.raises(RecipeError, match=advice):
+    with pytest.raises(ConfigError, match=advice):
         ICA(**wrong)
 
 

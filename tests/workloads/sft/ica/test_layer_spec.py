@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
-from narrowcast.workloads.sft.ica import layers_of
+from narrowcast.errors import ConfigError
+from narrowcast.workloads.sft.ica import parse_layers
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from narrowcast.workloads.sft.ica import layers_of
     ],
 )
 def test_what_is_meant(spec, layers):
-    assert layers_of(spec, 12) == layers
+    assert parse_layers(spec, 12) == layers
 
 
 @pytest.mark.parametrize(
@@ -44,20 +44,20 @@ def test_what_is_meant(spec, layers):
     ],
 )
 def test_what_is_refused(spec, why):
-    with pytest.raises(RecipeError, match=why):
-        layers_of(spec, 12)
+    with pytest.raises(ConfigError, match=why):
+        parse_layers(spec, 12)
 
 
 @given(layers=st.sets(st.integers(0, 30), min_size=1))
 def test_a_list_of_layers_names_them(layers):
-    assert layers_of(",".join(map(str, layers)), 31) == tuple(sorted(layers))
+    assert parse_layers(",".join(map(str, layers)), 31) == tuple(sorted(layers))
 
 
 @given(spec=st.text(alphabet="0123456789,:- ", max_size=12), depth=st.integers(1, 40))
 def test_a_text_is_refused_with_advice_or_names_layers_of_the_model(spec, depth):
     try:
-        layers, refusal = layers_of(spec, depth), ""
-    except RecipeError as error:
+        layers, refusal = parse_layers(spec, depth), ""
+    except ConfigError as error:
         layers, refusal = (), str(error)
     assert bool(layers) != ("write numbers from 0 to" in refusal)
     assert set(layers) <= set(range(depth))

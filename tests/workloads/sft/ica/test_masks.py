@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import (
     Masks,
     ModelSignals,
@@ -160,7 +160,7 @@ def test_masks_hold_in_a_prepared_model(make_model, batches):
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="bf16")
     with lesioned(model, CHOSEN):
         heard = outputs(model, batches)
-        run.change("fp16")
+        run.set_policy("fp16")
         again = outputs(model, batches)
     assert torch.equal((heard == 0).all(0), is_chosen())
     assert torch.equal((again == 0).all(0), is_chosen())
@@ -183,7 +183,7 @@ def test_a_copy_has_masks_of_its_own(make_model, batches):
 @pytest.mark.parametrize("do", ["lesion", "preserve"])
 def test_channels_of_another_model_are_refused_and_change_nothing(make_model, channels, why, do):
     with Masks(make_model("llama")) as masks:
-        with pytest.raises(RecipeError, match=why):
+        with pytest.raises(ConfigError, match=why):
             getattr(masks, do)(channels)
         assert (masks.factors() == 1).all()
 

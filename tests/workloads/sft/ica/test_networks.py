@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import (
     FunctionalNetworks,
     Layout,
@@ -13,7 +13,7 @@ from narrowcast.workloads.sft.ica import (
     load_networks,
     save_networks,
 )
-from narrowcast.workloads.sft.ica.networks_file import networks_of, text_of
+from narrowcast.workloads.sft.ica.networks_file import networks_from_json, networks_to_json
 
 LAYOUT = Layout(layers=(0, 2, 3), width=8, depth=4)
 
@@ -50,7 +50,7 @@ def test_networks_come_back_from_json(networks, score):
         provenance=networks.provenance,
         scores=dict.fromkeys(networks.components[:1], score),
     )
-    assert networks_of(text_of(scored)) == scored
+    assert networks_from_json(networks_to_json(scored)) == scored
 
 
 def test_a_file_comes_back_and_is_not_left_half_written(tmp_path):
@@ -68,14 +68,14 @@ def test_templates_of_the_source_system_are_read():
             "templates": {"0": {"0": [1, 15]}, "1": {}},
         }
     )
-    networks = networks_of(text)
+    networks = networks_from_json(text)
     assert networks.networks == {0: {0: (1, 15)}, 1: {}}
     assert networks.layout == Layout(layers=(0, 1), width=16)
     assert networks.provenance.name == "groupwise_v1"
 
 
 def changed(**parts):
-    return json.dumps(json.loads(text_of(TWO)) | parts)
+    return json.dumps(json.loads(networks_to_json(TWO)) | parts)
 
 
 @pytest.mark.parametrize(
@@ -104,20 +104,20 @@ def changed(**parts):
             changed(scores={"7": {"explained": 1, "negentropy": 1, "stability": 1}}),
             "scores of comp",
         ),
-        (text_of(TWO).replace('"scores": {}', '"scores": {"0": NaN}'), "NaN is no number"),
-        (text_of(TWO).replace('"1": {', '"0": {', 1), "the key '0' stands twice"),
+        (networks_to_json(TWO).replace('"scores": {}', '"scores": {"0": NaN}'), "NaN is no number"),
+        (networks_to_json(TWO).replace('"1": {', '"0": {', 1), "the key '0' stands twice"),
     ],
 )
 def test_what_is_not_understood_is_refused(text, why):
-    with pytest.raises(RecipeError, match=why):
-        networks_of(text)
+    with pytest.raises(ConfigError, match=why):
+        networks_from_json(text)
 
 
 def test_a_missing_or_binary_file_is_refused_by_name(tmp_path):
-    with pytest.raises(RecipeError, match=r"gone\.json cannot be read as networks: .*No such file"):
+    with pytest.raises(ConfigError, match=r"gone\.json cannot be read as networks: .*No such file"):
         load_networks(tmp_path / "gone.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RecipeError, match="binary cannot be read as networks"):
+    with pytest.raises(ConfigError, match="binary cannot be read as networks"):
         load_networks(tmp_path / "binary")
 
 
@@ -144,9 +144,9 @@ def test_channels_and_all_others_are_all_channels(networks):
 
 
 def test_a_component_that_does_not_exist_is_refused():
-    with pytest.raises(RecipeError, match="there is no component 5; there are 0, 1"):
+    with pytest.raises(ConfigError, match="there is no component 5; there are 0, 1"):
         TWO.channels([0, 5])
-    with pytest.raises(RecipeError, match="no components named; there are 0, 1"):
+    with pytest.raises(ConfigError, match="no components named; there are 0, 1"):
         TWO.channels([])
 
 
@@ -176,12 +176,12 @@ def test_iou_is_symmetric_and_one_for_the_same(one, other):
 )
 def test_a_model_of_another_shape_is_refused(shape, why):
     TWO.require_fit(depth=4, width=8)
-    with pytest.raises(RecipeError, match=why):
+    with pytest.raises(ConfigError, match=why):
         TWO.require_fit(**shape)
 
 
 def test_a_template_of_unknown_depth_needs_its_layers():
     unknown = made({0: {3: (1,)}}, layout=Layout(layers=(0, 3), width=8))
     unknown.require_fit(depth=4, width=8)
-    with pytest.raises(RecipeError, match="have layer 3, and this model has 3 layers"):
+    with pytest.raises(ConfigError, match="have layer 3, and this model has 3 layers"):
         unknown.require_fit(depth=3, width=8)

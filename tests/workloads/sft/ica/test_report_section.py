@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import FunctionalNetworks, Layout, Provenance, save_networks
 from narrowcast.workloads.sft.ica.page import drawing
 from narrowcast.workloads.sft.ica.page.document import page
@@ -15,7 +15,7 @@ from narrowcast.workloads.sft.ica.report_section import sections
 from narrowcast.workloads.sft.ica.study.ablation import (
     Ablation,
     Interval,
-    Kept,
+    KeepOnlyResult,
     Lesion,
     Level,
     Versus,
@@ -58,7 +58,8 @@ def an_ablation(*, lesion=3.0, difference=(0.9, 0.8, 1.0), at_least=0):
         larger=equal,
         each=(Lesion(components=(0,), **one), Lesion(components=(1,), **one)),
         preserve=tuple(
-            Kept(components=k, channels=10 * k, level=level(9.0 - k), cost=cost) for k in (1, 2)
+            KeepOnlyResult(components=k, channels=10 * k, level=level(9.0 - k), cost=cost)
+            for k in (1, 2)
         ),
     )
 
@@ -152,7 +153,7 @@ def test_a_page_is_whole_and_names_no_address(tmp_path):
 
 def test_a_damaged_file_is_an_error_with_its_name(tmp_path):
     (tmp_path / "networks.json").write_text("{}")
-    with pytest.raises(RecipeError, match=r"networks\.json: the file has nothing"):
+    with pytest.raises(ConfigError, match=r"networks\.json: the file has nothing"):
         sections(tmp_path, [])
 
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import Percentile, TopK, ZScore
 
 LOADINGS = st.lists(
@@ -67,5 +67,5 @@ def test_selectors_say_what_they_do(selector, text):
     [lambda: Percentile(100.0), lambda: Percentile(-1.0), lambda: ZScore(0.0), lambda: TopK(0)],
 )
 def test_senseless_ones_are_refused(wrong):
-    with pytest.raises(RecipeError, match=r"write|must be"):
+    with pytest.raises(ConfigError, match=r"write|must be"):
         wrong()

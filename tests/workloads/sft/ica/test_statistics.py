@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica.statistics import RunningStatistics
 
 
@@ -42,12 +42,12 @@ def test_a_small_channel_is_not_a_constant_one():
 
 
 def test_no_rows_are_refused():
-    with pytest.raises(RecipeError, match="0 rows of signals"):
+    with pytest.raises(ConfigError, match="0 rows of signals"):
         RunningStatistics().result()
 
 
 @pytest.mark.parametrize("size", [1e19, 1e30, 3e38])
 def test_squares_that_overflow_are_refused(size):
     signs = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).repeat(500, 1)
-    with pytest.raises(RecipeError, match="squares of the signals overflow float32"):
+    with pytest.raises(ConfigError, match="squares of the signals overflow float32"):
         of((size * signs).split(100))

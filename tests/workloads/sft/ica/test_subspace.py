@@ -3,13 +3,13 @@ import torch
 
 from narrowcast.workloads.sft.ica import ArraySignals
 from narrowcast.workloads.sft.ica import subspace as module
-from narrowcast.workloads.sft.ica.statistics import statistics_of
+from narrowcast.workloads.sft.ica.statistics import channel_statistics
 from narrowcast.workloads.sft.ica.subspace import Standardised, principal_subspace
 
 
 def standardised(array):
     signals = ArraySignals(array)
-    return Standardised.of(signals, statistics_of(signals))
+    return Standardised.of(signals, channel_statistics(signals))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from narrowcast.workloads.sft.data.templates import template_of
+from narrowcast.workloads.sft.data.templates import select_template
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
@@ -77,7 +77,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def template(tokenizer):
-    return template_of("auto", tokenizer)
+    return select_template("auto", tokenizer)
 
 
 def llama(**more):

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
-from narrowcast.workloads.sft.data.rows import rows_of
-from narrowcast.workloads.sft.judge.answers import is_right, number_in, same_text, way_of
+from narrowcast.errors import ConfigError
+from narrowcast.workloads.sft.data.rows import read_rows
+from narrowcast.workloads.sft.judge.answers import comparison_kind, is_right, number_in, same_text
 
 NUMBERS = {
     "#### 42": 42,
@@ -84,18 +84,18 @@ def test_an_answer_without_a_number_is_wrong_whatever_was_asked():
 
 def test_numbers_are_compared_where_every_answer_has_its_mark():
     marked, plain = ("1 #### 1", "row 1"), ("one", "row 2")
-    assert way_of("auto", [marked, marked]) == "number"
-    assert way_of("auto", [marked, plain]) == "text"
-    assert way_of("number", [("1", "row 1")]) == "number"
-    with pytest.raises(RecipeError, match=r"row 2: its answer has no number.*exact_match_by=text"):
-        way_of("number", [marked, plain])
+    assert comparison_kind("auto", [marked, marked]) == "number"
+    assert comparison_kind("auto", [marked, plain]) == "text"
+    assert comparison_kind("number", [("1", "row 1")]) == "number"
+    with pytest.raises(ConfigError, match=r"row 2: its answer has no number.*exact_match_by=text"):
+        comparison_kind("number", [marked, plain])
 
 
 def test_every_answer_of_gsm8k_has_a_number_and_is_its_own(real):
     for split in ("train", "test"):
-        rows = rows_of(real(f"shared/data/sft/gsm8k_{split}.jsonl.gz"))
+        rows = read_rows(real(f"shared/data/sft/gsm8k_{split}.jsonl.gz"))
         answers = [row.values["answer"] for row in rows]
-        assert way_of("auto", [(text, "") for text in answers]) == "number"
+        assert comparison_kind("auto", [(text, "") for text in answers]) == "number"
         # What is known of the set: all are whole numbers but for a handful of decimals.
         finals = [text.rpartition("####")[2].strip().replace(",", "") for text in answers]
         assert all(

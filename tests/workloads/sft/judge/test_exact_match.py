@@ -7,7 +7,7 @@ from scipy.stats import binomtest
 from transformers import GenerationConfig
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import Masks
 from narrowcast.workloads.sft.judge.exact_match import answer, exact_match, wilson
 from narrowcast.workloads.sft.judge.generation import greedy
@@ -64,7 +64,7 @@ def test_a_model_prepared_in_fp32_answers_as_the_plain_one(model, prompts):
     wanted = one_by_one(model, prompts)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     prepared = nc.prepare(model, torch.optim.AdamW(trained), policy="fp32")
-    with prepared.compute():
+    with prepared.autocast():
         assert many(model, prompts) == wanted
 
 
@@ -73,7 +73,7 @@ def test_a_model_prepared_in_emulated_formats_answers_as_its_passes_without_a_ca
 ):
     model = make_model()
     prepared = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="bf16")
-    with prepared.compute(), torch.no_grad():
+    with prepared.autocast(), torch.no_grad():
         (found,) = many(model, prompts[:1])
         tokens = list(prompts[0])
         for token in found[:8]:
@@ -121,9 +121,11 @@ def test_nothing_of_the_model_is_changed_and_its_own_settings_are_not_heeded(mod
 
 
 def test_prompts_without_room_are_refused_before_anything_is_computed(make_model, prompts):
-    with pytest.raises(RecipeError, match=r"prompt of 500 tokens .*write judge.max_new_tokens=12"):
+    with pytest.raises(
+        ConfigError, match=r"prompt of 500 tokens .*write eval_tasks.max_new_tokens=12"
+    ):
         many(make_model(), [[1] * 500, *prompts])
-    with pytest.raises(RecipeError, match="empty prompt"):
+    with pytest.raises(ConfigError, match="empty prompt"):
         many(make_model(), [[]])
 
 

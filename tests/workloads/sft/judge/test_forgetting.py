@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.judge.forgetting import Accuracies
 
 HUNDREDTHS = st.integers(0, 100).map(lambda n: Fraction(n, 100))
@@ -41,9 +41,9 @@ def test_a_single_task_has_nothing_to_transfer():
 
 
 def test_what_is_no_matrix_and_baselines_that_are_missing_are_refused():
-    with pytest.raises(RecipeError, match="give a row for each task"):
+    with pytest.raises(ConfigError, match="give a row for each task"):
         Accuracies(matrix=((0.5, 0.5),))
-    with pytest.raises(RecipeError, match="give one for each, or none"):
+    with pytest.raises(ConfigError, match="give one for each, or none"):
         Accuracies(matrix=((0.5,),), baselines=(0.1, 0.2))
-    with pytest.raises(RecipeError, match="measured from baselines"):
+    with pytest.raises(ConfigError, match="measured from baselines"):
         Accuracies(matrix=((0.5,),)).forward_transfer  # noqa: B018

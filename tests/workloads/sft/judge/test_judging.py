@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from narrowcast.config.sections import DataSection, Recipe, Section
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.hardware import Hardware
 from narrowcast.runs import EvalRecord, Metric, StepRecord, TaskInfo
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
@@ -22,7 +22,7 @@ from narrowcast.workloads.sft.judge.judging import Judge
 from narrowcast.workloads.sft.judge.perplexity import perplexity
 from narrowcast.workloads.sft.judge.prompts import questions_from
 from narrowcast.workloads.sft.judge.samples import read_samples
-from narrowcast.workloads.sft.judge.settings import JudgeSection
+from narrowcast.workloads.sft.judge.settings import EvalTasksSection
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 STEPS = 4
@@ -43,7 +43,7 @@ def judged(files, tokenizer, template):
     data = prepare_data(SftData(path=str(files / "rows.jsonl")), tokenizer, seed=0)
 
     def judge(model, **settings):
-        section = JudgeSection(
+        section = EvalTasksSection(
             **{
                 "perplexity": str(files / "text.txt"),
                 "perplexity_length": 64,
@@ -63,7 +63,7 @@ def judged(files, tokenizer, template):
 
 def run(model, judge, data, folder, *, steps=STEPS, policy="fp32", resume=None):
     def write_results(folder, prepared):
-        with torch.no_grad(), prepared.compute():
+        with torch.no_grad(), prepared.autocast():
             judge.after(prepared.model, folder)
 
     task = Task(
@@ -197,10 +197,13 @@ def test_other_files_are_other_data(make_model, judged, files):
     ("settings", "said"),
     [
         ({"every": 3}, None),
-        ({"exact_match": "none.jsonl"}, r"judge.exact_match=none.jsonl: no such file; write the"),
+        (
+            {"exact_match": "none.jsonl"},
+            r"eval_tasks.exact_match=none.jsonl: no such file; write the",
+        ),
         ({"exact_match": "a\0b"}, "zero byte"),
-        ({"perplexity": "none.txt"}, "judge.perplexity: none.txt: no such file"),
-        ({"perplexity_length": 513}, "write judge.perplexity_length=512"),
+        ({"perplexity": "none.txt"}, "eval_tasks.perplexity: none.txt: no such file"),
+        ({"perplexity_length": 513}, "write eval_tasks.perplexity_length=512"),
         ({"max_new_tokens": 500}, r"line 1 has a prompt of \d+ tokens.*more than the 512"),
     ],
 )
@@ -210,21 +213,21 @@ def test_what_cannot_be_measured_is_refused_before_the_first_step(
     if said is None:
         judged[0](make_model(), **settings)
         return
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ConfigError, match=said):
         judged[0](make_model(), **settings)
 
 
 def test_a_time_at_which_nothing_is_evaluated_is_refused(make_model, template, files):
-    section = JudgeSection(perplexity=str(files / "text.txt"), every=6)
+    section = EvalTasksSection(perplexity=str(files / "text.txt"), every=6)
     for eval_every in (0, 4):
-        with pytest.raises(RecipeError, match=r"judge.every=6.*write eval.every=6"):
+        with pytest.raises(ConfigError, match=r"eval_tasks.every must be.*Write eval.every=6"):
             Judge(section, template, model=make_model(), steps=9, eval_every=eval_every)
 
 
 def test_gsm8k_is_asked_as_it_stands(real, template):
     path = real("shared/data/sft/gsm8k_test.jsonl.gz")
     first, *_, last = questions_from(path, template, most=100)
-    assert last.place.endswith("line 100")
+    assert last.location.endswith("line 100")
     text = template.tokenizer.decode(first.prompt)
     assert text.startswith("<|im_start|>user\nJanet")
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.judge.perplexity import (
     Perplexity,
     Window,
+    make_windows,
     perplexity,
     perplexity_of_windows,
-    windows_of,
 )
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 2
@@ -50,7 +50,7 @@ def test_windows_are_predicted_from_what_stands_before_in_them(make_model, token
 def test_every_token_but_the_first_is_predicted_once(count, length, data):
     overlap = data.draw(st.integers(1, length - 1))
     tokens = range(count)
-    windows = windows_of(tokens, length=length, overlap=overlap)
+    windows = make_windows(tokens, length=length, overlap=overlap)
     assert [t for w in windows for t in w.tokens[w.known :]] == list(tokens)[1:]
     assert all(len(window.tokens) <= length for window in windows)
 
@@ -75,10 +75,10 @@ def test_modes_stay_as_they_were(model, tokenizer):
 
 
 def test_nothing_to_predict_and_windows_that_do_not_move_are_refused(make_model):
-    with pytest.raises(RecipeError, match="fewer than two tokens"):
+    with pytest.raises(ConfigError, match="fewer than two tokens"):
         perplexity_of_windows(make_model(), [Window((1,), 1)])
-    with pytest.raises(RecipeError, match="write an overlap of 1 to 3"):
-        windows_of(range(9), length=4, overlap=4)
+    with pytest.raises(ConfigError, match="write an overlap of 1 to 3"):
+        make_windows(range(9), length=4, overlap=4)
 
 
 def test_a_hopeless_model_has_a_perplexity_without_end():

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.judge.texts import read_texts
 
 
@@ -36,16 +36,16 @@ def test_a_text_is_cut_between_two_characters(tmp_path, most):
 )
 def test_what_is_no_text_is_refused_with_its_file(tmp_path, content, said):
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(RecipeError, match=f"judge.perplexity: .*a.txt .*{said}"):
+    with pytest.raises(ConfigError, match=f"eval_tasks.perplexity: .*a.txt .*{said}"):
         read_texts((f"{tmp_path}/a.txt",), most_bytes=1000)
 
 
 def test_what_is_no_file_is_refused_and_all_of_it_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     names = (f"{tmp_path}/none.txt", str(tmp_path), f"{tmp_path}/pipe", "a\0b")
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(ConfigError) as refused:
         read_texts(names, most_bytes=9)
     told = str(refused.value)
     for said in ("no such file", "it is a folder", "it is a pipe", "zero byte"):
         assert said in told
-    assert told.endswith("write judge.perplexity=FILE, a path or glob of UTF-8 text")
+    assert told.endswith("write eval_tasks.perplexity=FILE, a path or glob of UTF-8 text")

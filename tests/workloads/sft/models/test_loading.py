@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
-from narrowcast.errors import NarrowcastError, RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, NarrowcastError, UnsupportedError
 from narrowcast.workloads.sft.models.loading import load_model, load_tokenizer
 
 
@@ -55,7 +55,7 @@ def test_a_weight_that_the_files_lack_is_refused_and_not_made_up(llama, tmp_path
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.down_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RecipeError, match=r"lack model\.layers\.1\.mlp\.down_proj\.weight"):
+    with pytest.raises(ConfigError, match=r"lack model\.layers\.1\.mlp\.down_proj\.weight"):
         load_model(str(folder))
 
 
@@ -64,7 +64,7 @@ def test_a_weight_of_another_shape_is_refused(llama, tmp_path):
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = torch.ones(31)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RecipeError, match=r"model\.norm\.weight"):
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
         load_model(str(folder))
 
 
@@ -117,7 +117,7 @@ def test_a_folder_without_a_model_is_refused_in_one_line(llama, tmp_path, break_
 def test_an_encoder_is_refused(tmp_path):
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 20}
     BertModel(BertConfig(**shape, intermediate_size=16)).save_pretrained(tmp_path)
-    with pytest.raises(RecipeError, match=r"lack|cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"lack|cannot be loaded"):
         load_model(str(tmp_path))
 
 
@@ -125,7 +125,7 @@ def test_an_encoder_is_refused(tmp_path):
     "name", ["./nowhere", "/no/such/folder", "a/b/c", "no\0thing/x", "~nobody/x"]
 )
 def test_a_path_that_is_not_there_is_refused(name):
-    with pytest.raises(RecipeError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="there is no such folder"):
         load_model(name)
 
 

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
-from narrowcast.precision.kept import KeptLayer
+from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 from narrowcast.workloads.sft.models.quantised import (
-    as_kept,
+    check_mergeable,
+    dequantized_base,
     keep_base,
     loading_options,
-    refuse_merge,
 )
 
 CPU = torch.device("cpu")
@@ -46,7 +46,9 @@ def test_a_base_that_torch_holds_needs_no_option(base):
 @pytest.mark.skipif(HAS_BITSANDBYTES, reason="needs a Python without bitsandbytes")
 @pytest.mark.parametrize("base", ["int8", "nf4", "fp4"])
 def test_bitsandbytes_that_is_not_there_is_said_with_what_to_write(base):
-    with pytest.raises(UnsupportedError, match=rf"{base} needs bitsandbytes.*model\.base=e4m3"):
+    with pytest.raises(
+        UnsupportedError, match=rf"{base} needs bitsandbytes.*model\.base_dtype=e4m3"
+    ):
         loading_options(base, device=CPU, compute=torch.bfloat16)
 
 
@@ -63,15 +65,15 @@ def test_bitsandbytes_keeps_the_base_and_a_merge_into_it_is_refused(base, tmp_pa
     run = nc.prepare(model, torch.optim.AdamW(trained, lr=1e-2), policy="fp32")
     losses = []
     for _ in range(3):
-        with run.compute():
+        with run.autocast():
             loss = model(input_ids=TOKENS, labels=TOKENS).loss
         run.step(loss)
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
     with pytest.raises(
-        UnsupportedError, match=r"merged into .*keep the adapter .*model\.base=bf16"
+        UnsupportedError, match=r"merged into .*keep the adapter .*model\.base_dtype=bf16"
     ):
-        refuse_merge(model)
+        check_mergeable(model)
 
 
 @pytest.mark.skipif(not HAS_BITSANDBYTES, reason="needs bitsandbytes")
@@ -81,16 +83,16 @@ def test_a_device_that_bitsandbytes_does_not_know_is_refused():
 
 
 def test_a_base_of_16_bits_may_be_merged_into():
-    refuse_merge(llama())
+    check_mergeable(llama())
 
 
 def test_adapters_merge_exactly_into_what_they_were_trained_beside():
     model = with_adapters(llama())
     assert len(keep_base(model)) == 14
-    refuse_merge(model)
-    twin = with_adapters(as_kept(llama(), "e4m3"))
+    check_mergeable(model)
+    twin = with_adapters(dequantized_base(llama(), "e4m3"))
     twin.load_state_dict({n: t for n, t in model.state_dict().items() if "lora" in n}, strict=False)
-    assert not any(isinstance(m, KeptLayer) for m in twin.modules())
+    assert not any(isinstance(m, QuantizedFrozenLayer) for m in twin.modules())
     expected = model(input_ids=TOKENS).logits
     assert torch.equal(twin(input_ids=TOKENS).logits, expected)
     merged = copy.deepcopy(twin).merge_and_unload()

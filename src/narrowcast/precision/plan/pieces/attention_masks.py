@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.precision.plan.pieces.asking import NOT_RUN, in_a_line, twin_of, why_not_asked
+from narrowcast.precision.plan.pieces.probing import (
+    NOT_RUN,
+    in_a_line,
+    make_twin,
+    reason_not_probed,
+)
 from narrowcast.precision.swap import plain_class
 
 MASKING = "transformers.masking_utils"
@@ -41,7 +46,7 @@ def makes_masks(module: nn.Module) -> bool:
 def why_masked(module: nn.Module) -> str:
     """Say why a model is left to make its masks; nothing where it needs none of its own."""
     plain: Any = plain_class(module)
-    if why := why_not_asked(module):
+    if why := reason_not_probed(module):
         return why
     if not hasattr(sys.modules[MASKING], PACKED):
         return "this version of transformers makes masks in another way"
@@ -83,7 +88,7 @@ def _why_not_counted(module: nn.Module) -> str:
 
     own = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)}
     inside = dict.fromkeys(module._modules, _Inside())
-    twin = twin_of(module, _modules=inside, training=False, **own)
+    twin = make_twin(module, _modules=inside, training=False, **own)
     tokens = torch.zeros((2, 3), dtype=torch.int64, device="cpu")
     setattr(library, PACKED, note)
     if begun is not None:

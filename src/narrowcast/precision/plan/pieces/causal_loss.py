@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.precision.plan.pieces.asking import NOT_RUN, in_a_line, twin_of, why_not_asked
+from narrowcast.precision.plan.pieces.probing import (
+    NOT_RUN,
+    in_a_line,
+    make_twin,
+    reason_not_probed,
+)
 from narrowcast.precision.swap import has_own_forward, plain_class
 
 
@@ -60,14 +65,14 @@ def _head_name(module: Any) -> str | None:
         head = module.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-    found = (name for name, each in module.named_modules() if each is head and head is not None)
-    return next(found, None)
+    matched = (name for name, each in module.named_modules() if each is head and head is not None)
+    return next(matched, None)
 
 
 def _why_not(module: nn.Module, head_name: str) -> str:
     plain: Any = plain_class(module)
     head = module.get_submodule(head_name)
-    if why := why_not_asked(module):
+    if why := reason_not_probed(module):
         return why
     if "." in head_name:
         return f"{plain.__name__} has its head inside {head_name.rpartition('.')[0]}"
@@ -97,20 +102,20 @@ def _followed(module: nn.Module, head_name: str) -> str:
 
     inside: dict[str, Any] = dict.fromkeys(module._modules, _Inside())
     inside[head_name] = head
-    twin = twin_of(module, _modules=inside, _loss_function=loss, training=True)
+    twin = make_twin(module, _modules=inside, _loss_function=loss, training=True)
     tokens = torch.zeros((2, 3), dtype=torch.int64, device="cpu")
     labels = torch.zeros_like(tokens)
-    told = {"num_items_in_batch": marks["num_items_in_batch"]} if _takes_more(plain) else {}
+    info = {"num_items_in_batch": marks["num_items_in_batch"]} if _takes_more(plain) else {}
     try:
         with torch.no_grad():
-            result = plain.forward(twin, input_ids=tokens, labels=labels, **told)
+            result = plain.forward(twin, input_ids=tokens, labels=labels, **info)
         hidden = seen["hidden"]
         unchanged = (
             seen["logits"] is hidden
             and result.logits is hidden
             and result.loss is marks["loss"]
             and seen["labels"] is labels
-            and all(seen.get(name) is value for name, value in told.items())
+            and all(seen.get(name) is value for name, value in info.items())
             and hidden.shape == (2, 3, _Inside.WIDTH)
         )
     # Anything may go wrong in somebody else's forward that was not made for stand-ins.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowcast.precision.plan.pieces.asking import NOT_RUN, numbers, twin_of, why_not_asked
+from narrowcast.precision.plan.pieces.probing import NOT_RUN, make_twin, numbers, reason_not_probed
 from narrowcast.precision.swap import plain_class
 
 ROTARY = "apply_rotary_pos_emb"
@@ -47,7 +47,7 @@ class GatedMlp:
     activation_name: str
 
 
-def gelu_of(module: nn.Module) -> str:
+def reason_not_gelu(module: nn.Module) -> str:
     """Say why a GELU that is written out is not known; nothing where `gelu_approximation` is."""
     return "" if gelu_approximation(module) else f"{plain_class(module).__name__} is no GELU"
 
@@ -57,9 +57,9 @@ def gelu_approximation(module: nn.Module) -> str:
     return {"gelu": "none", "gelu_tanh": "tanh"}.get(_activation(module), "")
 
 
-def gated_mlp_of(module: nn.Module) -> GatedMlp | str:
+def match_gated_mlp(module: nn.Module) -> GatedMlp | str:
     """Return the parts of a gated MLP of transformers, or why it is not known."""
-    why = why_not_asked(module)
+    why = reason_not_probed(module)
     name = plain_class(module).__name__
     children = {key for key, each in module._modules.items() if each is not None}
     for names in (*_MLPS, _JOINT_MLP):
@@ -75,9 +75,9 @@ def gated_mlp_of(module: nn.Module) -> GatedMlp | str:
     return why or f"{name} has other layers"
 
 
-def rotary_of(module: nn.Module) -> FunctionType | str:
+def match_rotary(module: nn.Module) -> FunctionType | str:
     """Return the forward of an attention layer that turns halves by `ROTARY`, or why not."""
-    why = why_not_asked(module)
+    why = reason_not_probed(module)
     forward = plain_class(module).forward
     name = plain_class(module).__name__
     if why or not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
@@ -96,7 +96,7 @@ def looks_like_a_gated_mlp(module: nn.Module) -> bool:
 def looks_like_a_gelu_written_out(module: nn.Module) -> bool:
     """Say whether a module of transformers is called a GELU and takes several operations for it."""
     called = "GELU" in plain_class(module).__name__.upper() and not list(module.children())
-    return called and not why_not_asked(module) and _operations(module) > 1
+    return called and not reason_not_probed(module) and _operations(module) > 1
 
 
 def looks_like_turning(module: nn.Module) -> bool:
@@ -110,7 +110,7 @@ def _activation(module: nn.Module | None) -> str:
     if module is None or next(module.parameters(), None) is not None:
         return ""
     with _real_numbers():
-        return _activation_asked(module)
+        return _probe_activation(module)
 
 
 def _real_numbers() -> contextlib.AbstractContextManager[Any]:
@@ -120,15 +120,15 @@ def _real_numbers() -> contextlib.AbstractContextManager[Any]:
     return unset_fake_temporarily()
 
 
-def _activation_asked(module: nn.Module) -> str:
+def _probe_activation(module: nn.Module) -> str:
     drawn = numbers(64, seed=2)
     x = torch.cat((4 * drawn, 100 * drawn))  # far out too: some are cut off there
     try:
         with torch.no_grad():
-            found = type(module).forward(module, x)
+            result = type(module).forward(module, x)
     except NOT_RUN:
         return ""
-    same = (name for name, known in _ACTIVATIONS.items() if _are_near(found, known(x)))
+    same = (name for name, known in _ACTIVATIONS.items() if _are_near(result, known(x)))
     return next(same, "")
 
 
@@ -164,7 +164,7 @@ def _is_gated(module: nn.Module, known: GatedMlp) -> bool:
     layers: dict[str, Any] = {name: _layer(matrix) for name, matrix in matrices.items()}
     x = numbers(_ROWS, _WIDTH, seed=6)
     act = module._modules[known.activation_name]
-    twin = twin_of(module, _modules={**layers, known.activation_name: act})
+    twin = make_twin(module, _modules={**layers, known.activation_name: act})
     gate, value = layers[known.gate](x), layers[known.value](x)
     if joint:
         gate, value = gate.chunk(2, -1)
@@ -185,10 +185,10 @@ def _turns_halves(turn: Callable[..., Any]) -> bool:
     query, key = numbers(2, 3, _ROWS, _WIDTH, seed=7), numbers(2, 1, _ROWS, _WIDTH, seed=8)
     angles = numbers(2, 2, _ROWS, _WIDTH, seed=9)
     try:
-        found = turn(query, key, angles[0], angles[1])
+        matched = turn(query, key, angles[0], angles[1])
         return all(
             _are_near(a, halves_turned(b, angles[0][:, None], angles[1][:, None]))
-            for a, b in zip(found, (query, key), strict=True)
+            for a, b in zip(matched, (query, key), strict=True)
         )
     except NOT_RUN:
         return False
@@ -200,7 +200,7 @@ def halves_turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x * cosine + torch.cat((-second, first), -1) * sine
 
 
-def _are_near(found: Any, expected: Tensor) -> bool:
-    if not isinstance(found, Tensor) or found.shape != expected.shape:
+def _are_near(result: Any, expected: Tensor) -> bool:
+    if not isinstance(result, Tensor) or result.shape != expected.shape:
         return False
-    return bool(((found - expected).abs() <= _NEAR * (1 + expected.abs())).all())
+    return bool(((result - expected).abs() <= _NEAR * (1 + expected.abs())).all())

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.nested import copy_tensors
 from narrowcast.precision.step.prepared import Prepared
@@ -40,7 +40,7 @@ class AverageBank:
     ) -> None:
         """Take half-lives in steps, and the steps between two updates; none: a tenth of them."""
         if any(not half_life > 0 for half_life in half_lives):
-            raise RecipeError(f"half_lives={list(half_lives)}: write numbers of steps above 0")
+            raise ConfigError(f"half_lives={list(half_lives)}: write numbers of steps above 0")
         self._weights = prepared.engine.weights
         self._parameters = [p for p in self._weights.all if p.requires_grad]
         self._places = {p: i for i, p in enumerate(self._parameters)}
@@ -64,8 +64,8 @@ class AverageBank:
 
     def of(self, number: int, weight: nn.Parameter) -> Tensor | None:
         """Return an average of a weight; None of a weight that is not trained."""
-        place = self._places.get(weight)
-        return None if place is None else self._averages[number][place]
+        index = self._places.get(weight)
+        return None if index is None else self._averages[number][index]
 
     @torch.no_grad()
     def update(self, *, applied: Tensor | None = None) -> None:

@@ -14,11 +14,11 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError, RecipeError
-from narrowcast.hardware.randomness import randomness_kept
+from narrowcast.errors import CheckpointError, ConfigError
+from narrowcast.hardware.randomness import preserve_rng
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.precision.step.standing_in import standing_in
+from narrowcast.precision.step.weight_swap import swapped_in
 from narrowcast.strategies.hybrid.budget import ChoosingBudget
 from narrowcast.strategies.hybrid.readout.bank import AverageBank
 from narrowcast.strategies.hybrid.readout.race import Better, Race, race
@@ -52,7 +52,7 @@ def half_lives_in_steps(shares: Iterable[float], steps: int) -> dict[str, float]
     return {f"average {share:g}": max(share * steps, 1.0) for share in sorted(set(shares))}
 
 
-def best_of(scores: Mapping[str, float], *, better: Better) -> str:
+def best_name(scores: Mapping[str, float], *, better: Better) -> str:
     """Return the name of the best; the first of equals, what is trained where none is a number."""
     sign = 1 if better == "lower" else -1
     finite = {name: sign * score for name, score in scores.items() if math.isfinite(score)}
@@ -99,9 +99,9 @@ class Readouts:
         """
         scores = {}
         for name in self.names:
-            with self.standing_in(name):
+            with self.swapped_in(name):
                 scores[name] = measure(name)
-        self.chosen = best_of(scores, better=better)
+        self.chosen = best_name(scores, better=better)
         return Choice(name=self.chosen, scores=scores)
 
     def choose_on(
@@ -123,40 +123,40 @@ class Readouts:
 
         def look(name: str, chunk: Sequence[B]) -> list[float]:
             with (
-                self.standing_in(name),
-                randomness_kept(device),
+                self.swapped_in(name),
+                preserve_rng(device),
                 in_eval_mode(model),
                 torch.no_grad(),
             ):
-                found = [measure(batch) for batch in chunk]
-            return [float(each) for each in found]
+                values = [measure(batch) for batch in chunk]
+            return [float(each) for each in values]
 
         left = self.budget.left(self._steps) if passes is None else passes
         raced = race(self.names, look, batches=batches, passes=left, better=better)
         # A look that is had whatever is left leaves later choices, the last of all, what is theirs.
         self.budget = self.budget.after_spending(min(raced.passes, left))
-        self.chosen = best_of(raced.means(), better=better)
+        self.chosen = best_name(raced.means(), better=better)
         scores = raced.scores(self.chosen)
         return Choice(name=self.chosen, scores=scores, batches=raced.batches), raced
 
-    def standing_in(self, name: str | None = None) -> contextlib.AbstractContextManager[None]:
+    def swapped_in(self, name: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Let the model have a read-out inside the block; by default the one that was chosen."""
         name = self._known(name)
         if name == TRAINED:
-            return self._prepared.answering()
-        return standing_in(self._prepared.engine, "reading_out", self._value_of(name))
+            return self._prepared.use_eval_weights()
+        return swapped_in(self._prepared.engine, "reading_out", self._value_fn(name))
 
     def weights(self, name: str | None = None) -> dict[str, Tensor]:
         """Return a read-out in fp32 by name, which the plain model loads; copies."""
         name = self._known(name)
         if name == TRAINED:
-            return self._prepared.answer_weights()
-        return self._prepared.engine.weights.copied_by_name(self._value_of(name))
+            return self._prepared.eval_state_dict()
+        return self._prepared.engine.weights.copied_by_name(self._value_fn(name))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages, the choice, and what choosing has cost."""
-        told = {"names": list(self._numbers), "steps": self._steps, "spent": self.budget.spent}
-        return {"chosen": self.chosen, **told, **self.bank.state_dict()}
+        counts = {"names": list(self._numbers), "steps": self._steps, "spent": self.budget.spent}
+        return {"chosen": self.chosen, **counts, **self.bank.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a saved run stood; refuse that of other averages."""
@@ -175,10 +175,10 @@ class Readouts:
         name = self.chosen if name is None else name
         if name != TRAINED and name not in self._numbers:
             there = ", ".join([TRAINED, *self._numbers])
-            raise RecipeError(f"no read-out is called {name!r}; there are {there}")
+            raise ConfigError(f"no read-out is called {name!r}; there are {there}")
         return name
 
-    def _value_of(self, name: str) -> Callable[[nn.Parameter], Tensor]:
+    def _value_fn(self, name: str) -> Callable[[nn.Parameter], Tensor]:
         number, weights = self._numbers[name], self._prepared.engine.weights
 
         def value(weight: nn.Parameter) -> Tensor:

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from narrowcast.config.common.strategy import ReadoutSection
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError, blamed_on
+from narrowcast.errors import ConfigError, blamed_on
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.strategies.hybrid.budget import STEP_COST, ChoosingBudget
 from narrowcast.strategies.hybrid.readout.choice import Choice, Readouts, half_lives_in_steps
 from narrowcast.training.strategy import Measure
-from narrowcast.training.task import HeldOut, Task
+from narrowcast.training.task import EvalBatches, Task
 
 BEFORE_THE_END = 0.5
 """The part of the budget that all evaluations but the last may use: half."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class SelectedWeights:
     """What an evaluation found."""
 
     choice: Choice
@@ -43,7 +43,7 @@ class Evaluation:
     def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
         settings = recipe.strategy.readout
         if task.held_out is None and settings.budget != ReadoutSection().budget:
-            raise RecipeError(
+            raise ConfigError(
                 f"strategy.readout.budget={settings.budget:g}: this task gives its held-out data "
                 "as a whole, so that every read-out is evaluated in full; leave it out, or write "
                 "fewer strategy.readout.half_lives"
@@ -54,10 +54,12 @@ class Evaluation:
             prepared,
             half_lives=half_lives_in_steps(settings.half_lives, recipe.steps),
             every=settings.every,
-            budget=ChoosingBudget(share=settings.budget, step_cost=STEP_COST * recipe.accumulate),
+            budget=ChoosingBudget(
+                share=settings.budget, step_cost=STEP_COST * recipe.gradient_accumulation_steps
+            ),
         )
 
-    def judge(self, step: int, measure: Measure) -> Judged:
+    def judge(self, step: int, measure: Measure) -> SelectedWeights:
         """Choose among the read-outs, and say what the chosen one measures on all held-out data."""
         names = len(self.readouts.names)
         if self._held is None or names == 1:
@@ -70,7 +72,7 @@ class Evaluation:
             return self._in_full(measure)
         return self._on_parts(self._held, measure, step=step, passes=passes)
 
-    def _in_full(self, measure: Measure) -> Judged:
+    def _in_full(self, measure: Measure) -> SelectedWeights:
         measured = dict[str, dict[str, float]]()
 
         def headline(name: str) -> float:
@@ -79,28 +81,30 @@ class Evaluation:
 
         choice = self.readouts.choose(headline, better=self._headline.better)
         why = f"best {self._headline.name} of {len(choice.scores)} read-outs"
-        return Judged(choice=choice, metrics=measured[choice.name], why=why)
+        return SelectedWeights(choice=choice, metrics=measured[choice.name], why=why)
 
-    def _on_parts(self, held: HeldOut, measure: Measure, *, step: int, passes: float) -> Judged:
+    def _on_parts(
+        self, held: EvalBatches, measure: Measure, *, step: int, passes: float
+    ) -> SelectedWeights:
         # Others at every step, so that no part decides for all of a run; the same after a resume.
         order = torch.randperm(held.parts, generator=torch.Generator().manual_seed(step))
 
         def headline(part: int) -> float | Tensor:
-            with self._prepared.compute(), blamed_on("held_out of the task"):
+            with self._prepared.autocast(), blamed_on("held_out of the task"):
                 return held.headline(self._prepared.model, part)
 
         better = self._headline.better
         chosen, raced = self.readouts.choose_on(
             order.tolist(), headline, better=better, passes=passes
         )
-        with self.readouts.standing_in():
+        with self.readouts.swapped_in():
             metrics = measure()
         scores = raced.scores(chosen.name, at=metrics[self._headline.name])
         choice = Choice(name=chosen.name, scores=scores, batches=chosen.batches)
         few, many = min(choice.batches.values()), max(choice.batches.values())
-        told = f"{few}" if few == many else f"{few} to {many}"
+        message = f"{few}" if few == many else f"{few} to {many}"
         why = (
-            f"best {self._headline.name} of {len(scores)} read-outs on {told} of {held.parts} "
+            f"best {self._headline.name} of {len(scores)} read-outs on {message} of {held.parts} "
             "held-out batches, and the one that was measured on all"
         )
-        return Judged(choice=choice, metrics=metrics, why=why)
+        return SelectedWeights(choice=choice, metrics=metrics, why=why)

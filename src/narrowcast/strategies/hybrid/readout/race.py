@@ -11,7 +11,7 @@ from itertools import islice
 from statistics import stdev
 from typing import Literal, TypeVar
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.strategies.hybrid.jumper import FEWEST_PAIRS, student_quantile
 
 RISK = 0.05
@@ -49,12 +49,12 @@ class Race:
         """
         own = self.seen[chosen]
         at = mean(own) if at is None else at
-        apart = {
+        differences = {
             name: mean([other - one for other, one in zip(each, own, strict=False)])
             for name, each in self.seen.items()
             if name != chosen
         }
-        return {name: at + apart.get(name, 0.0) for name in self.seen}
+        return {name: at + differences.get(name, 0.0) for name in self.seen}
 
 
 def race(
@@ -73,31 +73,31 @@ def race(
     they would have cost is left to the others.
     """
     seen = {name: list[float]() for name in names}
-    told_nothing = {name: list[float]() for name in names}
-    left, stream, spent, told = list(names), iter(batches), 0, False
-    while len(left) > 1 or not told:
+    nothing_learned = {name: list[float]() for name in names}
+    left, stream, spent, learned = list(names), iter(batches), 0, False
+    while len(left) > 1 or not learned:
         affordable = int((passes - spent) / len(left))
         # One more where none has told anything yet, but not for ever: a run may have diverged.
-        owed = not told and len(told_nothing[names[0]]) < FEWEST_PAIRS
+        owed = not learned and len(nothing_learned[names[0]]) < FEWEST_PAIRS
         chunk = list(islice(stream, min(FEWEST_PAIRS, max(affordable, int(owed)))))
         if not chunk:
             break
         looks = {name: look(name, chunk) for name in left}
         spent += len(chunk) * len(left)
-        for found in zip(*looks.values(), strict=True):
+        for values in zip(*looks.values(), strict=True):
             # Of one that is no number with any of them, all that is told is of the batch.
-            kept = seen if any(map(math.isfinite, found)) else told_nothing
-            for name, value in zip(looks, found, strict=True):
-                kept[name].append(value)
-        told = any(seen.values())
-        if told:
+            target = seen if any(map(math.isfinite, values)) else nothing_learned
+            for name, value in zip(looks, values, strict=True):
+                target[name].append(value)
+        learned = any(seen.values())
+        if learned:
             left = _not_beaten({name: seen[name] for name in left}, better=better)
     if not spent:
-        raise RecipeError(
+        raise ConfigError(
             "read-outs were to be compared on batches, and there are none; give one or more, "
             "afresh for every call"
         )
-    return Race(seen=seen if told else told_nothing, left=left, passes=spent)
+    return Race(seen=seen if learned else nothing_learned, left=left, passes=spent)
 
 
 def _not_beaten(seen: Mapping[str, Sequence[float]], *, better: Better) -> list[str]:
@@ -118,12 +118,15 @@ def _not_beaten(seen: Mapping[str, Sequence[float]], *, better: Better) -> list[
     ]
 
 
-def _is_behind(apart: Sequence[float], *, rivals: int) -> bool:
+def _is_behind(differences: Sequence[float], *, rivals: int) -> bool:
     """Say whether differences are above zero beyond chance, one-sided; of too few, nothing is."""
-    if len(apart) < FEWEST_PAIRS:
+    if len(differences) < FEWEST_PAIRS:
         return False
-    error = stdev(apart) / math.sqrt(len(apart))
-    return mean(apart) > student_quantile(1 - RISK / rivals, freedom=len(apart) - 1) * error
+    error = stdev(differences) / math.sqrt(len(differences))
+    return (
+        mean(differences)
+        > student_quantile(1 - RISK / rivals, freedom=len(differences) - 1) * error
+    )
 
 
 def mean(values: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.fused import has_kernels, new_seed
 from narrowcast.workloads.decompose.components.mask import Draw, SiteMask
 from narrowcast.workloads.decompose.components.module import Cache, ComponentModule, Line, Pass
@@ -69,9 +69,9 @@ class Decomposition(nn.Module):
 
     def module(self, site: Site) -> ComponentModule:
         """Return what stands in a site's place."""
-        found = self.target.get_submodule(site.name)
-        assert isinstance(found, ComponentModule)
-        return found
+        result = self.target.get_submodule(site.name)
+        assert isinstance(result, ComponentModule)
+        return result
 
     def forward(
         self,
@@ -88,7 +88,7 @@ class Decomposition(nn.Module):
         alone are looked for. Kernels draw from `seed`, where a pass is to draw what another did.
         """
         if masks is not None and len(masks) != len(self.sites):
-            raise RecipeError(f"{len(masks)} masks for {len(self.sites)} sites; give one for each")
+            raise ConfigError(f"{len(masks)} masks for {len(self.sites)} sites; give one for each")
         chosen = [None] * len(self.sites) if masks is None else list(masks)
         drawn = _seed(chosen) if seed is None else seed
         current = Pass(chosen, self._pairs(frozen), cache, drawn)
@@ -116,30 +116,30 @@ class Decomposition(nn.Module):
     def _check_visits(self, current: Pass) -> None:
         for index, (site, mask) in enumerate(zip(self.sites, current.masks, strict=True)):
             if index not in current.visited and (mask is not None or current.cache != "none"):
-                raise RecipeError(
+                raise ConfigError(
                     f"the target does not call {site.name} in a pass; leave it out of the sites"
                 )
 
     def _replace(self) -> None:
         for index, site in enumerate(self.sites):
             if site.kind != "identity":
-                self._place(site.name).index = index
+                self._insert(site.name).index = index
         for index, site in enumerate(self.sites):
             if site.kind == "identity":
                 self._precede(index, site)
 
-    def _place(self, name: str) -> ComponentModule:
+    def _insert(self, name: str) -> ComponentModule:
         """Return what stands at a name, put there if the target's own module still is."""
-        found = self.target.get_submodule(name)
-        if isinstance(found, ComponentModule):
-            return found
-        placed = ComponentModule.of(name, found, seeds=self.seeds, line=self._line)
+        matched = self.target.get_submodule(name)
+        if isinstance(matched, ComponentModule):
+            return matched
+        placed = ComponentModule.of(name, matched, seeds=self.seeds, line=self._line)
         parent, _, last = name.rpartition(".")
         setattr(self.target.get_submodule(parent), last, placed)
         return placed
 
     def _precede(self, index: int, site: Site) -> None:
-        after = self._place(site.name.removesuffix(f".{IDENTITY}"))
+        after = self._insert(site.name.removesuffix(f".{IDENTITY}"))
         placed = ComponentModule.identity(
             site.name, site.d_in, after.weight, seeds=self.seeds, line=self._line
         )
@@ -156,8 +156,8 @@ def _seed(masks: Sequence[SiteMask | None]) -> Tensor | None:
     return None
 
 
-def _ordered(kept: dict[int, Tensor]) -> list[Tensor]:
-    return [kept[index] for index in sorted(kept)]
+def _ordered(stored: dict[int, Tensor]) -> list[Tensor]:
+    return [stored[index] for index in sorted(stored)]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -166,16 +166,16 @@ def _wide(x: Tensor) -> Tensor:
 
 def _taken(raw: Any, output: Callable[[Any], Tensor] | str | None) -> Tensor:
     """Return the tensor of a target's result that is compared."""
-    found = raw
+    result = raw
     if callable(output):
-        found = output(raw)
+        result = output(raw)
     elif output is not None and output.startswith("idx_"):
-        found = raw[int(output.removeprefix("idx_"))]
+        result = raw[int(output.removeprefix("idx_"))]
     elif output is not None:
-        found = getattr(raw, output, None)
-    if not isinstance(found, Tensor):
-        raise RecipeError(
+        result = getattr(raw, output, None)
+    if not isinstance(result, Tensor):
+        raise ConfigError(
             f"the target returns a {type(raw).__name__}, of which output={output!r} is no tensor; "
             "name the attribute that is, such as logits, or idx_0 for the first of several"
         )
-    return found
+    return result

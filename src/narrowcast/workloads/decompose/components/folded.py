@@ -37,19 +37,19 @@ def masked_output(
     """
     dtype = computed_in(V)
     # Under autocast an output is of its format, as of any product; else as the target's was.
-    given_back = dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
+    result_dtype = dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
     x = x.to(dtype)
     if is_fused(x, mask):
         out = fused_output(x, V, U, weight_t, bias, mask, seed=seed, stream=stream)
-        return out.to(given_back)
-    kept, left = shares(mask)
-    operand = (product(x, V.to(dtype)) * kept).to(dtype)
+        return out.to(result_dtype)
+    stored, left = shares(mask)
+    operand = (product(x, V.to(dtype)) * stored).to(dtype)
     stack = U.to(dtype)
     if left is not None:
         operand = torch.cat([operand, (left.unsqueeze(-1) * x).to(dtype)], -1)
         stack = torch.cat([stack, weight_t.expand(U.shape[0], -1, -1).to(dtype)], 1)
     lines = None if bias is None else bias.unsqueeze(1)
-    return added_product(lines, operand, stack).to(given_back)
+    return added_product(lines, operand, stack).to(result_dtype)
 
 
 def masked_embedding(
@@ -60,8 +60,8 @@ def masked_embedding(
     mask: SiteMask,
 ) -> Tensor:
     """Return the like for tokens, (seeds, rows), whose lines of `V` and `weight` are looked up."""
-    kept, left = shares(mask)
-    result = product(looked_up(V, tokens) * kept, U)
+    saved, left = shares(mask)
+    result = product(looked_up(V, tokens) * saved, U)
     if left is not None:
         result = result + left.unsqueeze(-1) * looked_up(weight[None], tokens)
     return result.to(weight.dtype)
@@ -93,18 +93,18 @@ def shares(mask: SiteMask) -> tuple[Tensor, Tensor | None]:
     """Return m - d, (seeds, rows, C), and d, (seeds, rows) or None where it is nowhere but 0."""
     importance = mask.importance
     source = _numbers(mask.source, importance)
-    kept = importance + (1 - importance) * source
+    stored = importance + (1 - importance) * source
     rows = importance[..., 0]
     left = None if mask.delta is None or _is_zero(mask.delta) else _numbers(mask.delta, rows)
     if isinstance(left, float):
         left = torch.full_like(rows, left)
     if left is not None:
-        kept = kept - left.unsqueeze(-1)
+        stored = stored - left.unsqueeze(-1)
     if mask.routed is not None:
-        kept = kept.masked_fill(~mask.routed.unsqueeze(-1), 0.0)
+        stored = stored.masked_fill(~mask.routed.unsqueeze(-1), 0.0)
         none = torch.zeros_like(rows) if left is None else left
         left = none.masked_fill(~mask.routed, 1.0)
-    return kept, left
+    return stored, left
 
 
 def _is_zero(delta: Source) -> bool:

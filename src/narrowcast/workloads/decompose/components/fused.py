@@ -52,8 +52,8 @@ def fused_output(
     stream: int,
 ) -> Tensor:
     """Return what `masked_output` does, in the format of `x`."""
-    sources, source = _taken_apart(mask.source)
-    deltas, delta = _taken_apart(mask.delta)
+    sources, source = _split_source(mask.source)
+    deltas, delta = _split_source(mask.delta)
     if seed is None and (sources[0] > 2 or deltas[0] > 2):
         seed = new_seed(x.device)
     if source is not None:
@@ -70,7 +70,7 @@ def fused_output(
     return result
 
 
-def _taken_apart(source: Source | None) -> tuple[tuple[int, float], Tensor | None]:
+def _split_source(source: Source | None) -> tuple[tuple[int, float], Tensor | None]:
     """Return kind and value of a source, and its tensor: the kinds of `kernels.operand`."""
     if source is None:
         return (0, 0.0), None
@@ -166,25 +166,25 @@ def _empty_weights(V: Tensor, U: Tensor, weight_t: Tensor | None, dtype: torch.d
 
 
 # What operators are given is said once, by `_GIVEN`.
-def _operand(h: Tensor, x: Tensor | None, *given: Any) -> Tensor:
+def _operand(h: Tensor, x: Tensor | None, *inputs: Any) -> Tensor:
     from narrowcast.workloads.decompose.components.kernels import (
         operand,  # Triton is not everywhere
     )
 
-    *mask, source_kind, source, delta_kind, delta, stream = given
+    *mask, source_kind, source, delta_kind, delta, stream = inputs
     out = _empty_operand(h, x)
     how = {"sources": (source_kind, source), "deltas": (delta_kind, delta), "stream": stream}
     operand.write_operand(out, h, x, *mask, **how)
     return out
 
 
-def _operand_back(down: Tensor, h: Tensor, x: Tensor | None, *given: Any) -> _Four:
+def _operand_back(down: Tensor, h: Tensor, x: Tensor | None, *settings: Any) -> _Four:
     from narrowcast.workloads.decompose.components.kernels import operand
 
-    *mask, source_kind, source, delta_kind, delta, stream = given[:-4]
-    to_importance, to_source, to_delta, to_operand = given[-4:]
-    dh, dg, ds, dd = _empty_gradients(down, h, x, *given)
-    found = operand.write_gradients(
+    *mask, source_kind, source, delta_kind, delta, stream = settings[:-4]
+    to_importance, to_source, to_delta, to_operand = settings[-4:]
+    dh, dg, ds, dd = _empty_gradients(down, h, x, *settings)
+    matched = operand.write_gradients(
         down,
         h,
         x,
@@ -198,7 +198,7 @@ def _operand_back(down: Tensor, h: Tensor, x: Tensor | None, *given: Any) -> _Fo
         needs_delta=to_delta,
         needs_operand=to_operand,
     )
-    return dh, dg, ds, dd if found is None else found.to(dd.dtype)
+    return dh, dg, ds, dd if matched is None else matched.to(dd.dtype)
 
 
 def _empty_operand(h: Tensor, x: Tensor | None, *_: Any) -> Tensor:
@@ -207,9 +207,9 @@ def _empty_operand(h: Tensor, x: Tensor | None, *_: Any) -> Tensor:
     return h.new_empty((seeds, rows, first + second))
 
 
-def _empty_gradients(_: Tensor, h: Tensor, _x: Tensor | None, *given: Any) -> _Four:
-    importance, source, delta = given[:3]
-    to_importance, to_source, to_delta, _ = given[-4:]
+def _empty_gradients(_: Tensor, h: Tensor, _x: Tensor | None, *inputs: Any) -> _Four:
+    importance, source, delta = inputs[:3]
+    to_importance, to_source, to_delta, _ = inputs[-4:]
     return (
         torch.empty_like(h),
         importance.new_empty(importance.shape if to_importance else (0,)),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.folded import (
     activations,
     looked_up,
@@ -17,7 +17,7 @@ from narrowcast.workloads.decompose.components.folded import (
 )
 from narrowcast.workloads.decompose.components.mask import SiteMask
 from narrowcast.workloads.decompose.components.products import product
-from narrowcast.workloads.decompose.components.sites import IDENTITY, Kind, kind_of
+from narrowcast.workloads.decompose.components.sites import IDENTITY, Kind, site_kind
 
 Cache = Literal["none", "inputs", "acts"]
 """What a pass keeps of each site: nothing, its inputs, or the activations of its components."""
@@ -69,12 +69,12 @@ class ComponentModule(nn.Module):
         weight = module._parameters["weight"]
         assert weight is not None
         if weight.dim() == 3 and weight.shape[0] != seeds:
-            raise RecipeError(
+            raise ConfigError(
                 f"{name} has weights of {weight.shape[0]} seeds, and {seeds} are decomposed; "
                 f"write {weight.shape[0]} seeds"
             )
         bias = module._parameters.get("bias")
-        return cls(name, kind_of(name, module), weight, bias, seeds=seeds, line=line)
+        return cls(name, site_kind(name, module), weight, bias, seeds=seeds, line=line)
 
     @classmethod
     def identity(
@@ -117,7 +117,7 @@ class ComponentModule(nn.Module):
     def _keep(self, current: Pass, rows: Tensor, V: Tensor) -> None:
         assert self.index is not None
         if self.index in current.visited:
-            raise RecipeError(
+            raise ConfigError(
                 f"the target calls {self.name} more than once in a pass, and a mask is for one "
                 "call; choose other sites"
             )
@@ -134,7 +134,7 @@ class ComponentModule(nn.Module):
         if self.seeds == 1:
             return x.reshape(1, -1, *width)
         if x.dim() < 2 or x.shape[0] != self.seeds:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.name} is given {tuple(x.shape)}, whose first dimension is not the "
                 f"{self.seeds} seeds; give the target each seed's batch side by side"
             )
@@ -162,18 +162,18 @@ class ComponentModule(nn.Module):
 
 
 def _only_input(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    given = [*args, *kwargs.values()]
-    if len(given) != 1 or not isinstance(given[0], Tensor):
-        raise RecipeError(
-            f"the target calls {name} with {len(given)} arguments, and a site takes one tensor; "
+    settings = [*args, *kwargs.values()]
+    if len(settings) != 1 or not isinstance(settings[0], Tensor):
+        raise ConfigError(
+            f"the target calls {name} with {len(settings)} arguments, and a site takes one tensor; "
             "choose other sites"
         )
-    return given[0]
+    return settings[0]
 
 
 def _check_rows(name: str, mask: SiteMask, expected: tuple[int, int, int]) -> None:
     if mask.importance.shape != expected:
-        raise RecipeError(
+        raise ConfigError(
             f"the mask of {name} is {tuple(mask.importance.shape)}, and its pass has {expected}: "
             "seeds, rows and components; make masks from a pass over the same batch"
         )

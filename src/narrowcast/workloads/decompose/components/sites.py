@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 Kind = Literal["linear", "conv1d", "embedding", "identity"]
 
@@ -38,7 +38,7 @@ class Site:
         """Refuse a number of components that cannot be meant."""
         rank = min(self.d_in, self.d_out)
         if not 1 <= self.components <= MOST_PER_RANK * rank:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.components} components for {self.name}, a matrix of {self.d_in} x "
                 f"{self.d_out}: write a number from 1 to {MOST_PER_RANK * rank}, {MOST_PER_RANK} "
                 "for each of its ranks"
@@ -63,20 +63,20 @@ def find_sites(
         if name in chosen:
             sites.append(_site(name, module, chosen[name]))
     if not sites:
-        raise RecipeError("no site is named; name modules to take apart, such as 'h.*.mlp.c_fc'")
+        raise ConfigError("no site is named; name modules to take apart, such as 'h.*.mlp.c_fc'")
     return sites
 
 
-def kind_of(name: str, module: nn.Module) -> Kind:
+def site_kind(name: str, module: nn.Module) -> Kind:
     """Say what a module is; refuse one that is no matrix, or does more than to apply it."""
     kind = _kind(module)
     if kind is None:
-        raise RecipeError(
+        raise ConfigError(
             f"{name} is a {type(module).__name__}, and sites are linear layers, Conv1D, or "
             "embeddings that change no weight: let the pattern name those alone"
         )
     if module._forward_hooks or module._forward_pre_hooks:
-        raise RecipeError(
+        raise ConfigError(
             f"{name} has hooks, which components in its place would not call; remove them first"
         )
     return kind
@@ -84,37 +84,38 @@ def kind_of(name: str, module: nn.Module) -> Kind:
 
 def _matches(target: nn.Module, patterns: Mapping[str, int]) -> dict[str, int]:
     """Return which module takes how many components."""
-    found: dict[str, tuple[str, int]] = {}
+    results: dict[str, tuple[str, int]] = {}
     names = list(_names(target))
     for pattern, components in patterns.items():
         here = [name for name in names if fnmatchcase(name, pattern)]
         if not here:
-            raise RecipeError(
+            raise ConfigError(
                 f"{pattern!r} matches no module of the target, whose matrices are {_some(target)}"
             )
         for name in here:
-            if name in found:
-                raise RecipeError(
-                    f"{name} matches both {found[name][0]!r} and {pattern!r}; write patterns that "
+            if name in results:
+                raise ConfigError(
+                    f"{name} matches both {results[name][0]!r} and {pattern!r}; write patterns "
+                    "that "
                     "share no module"
                 )
-            found[name] = pattern, components
-    _refuse_shared(target, found)
-    return {name: components for name, (_, components) in found.items()}
+            results[name] = pattern, components
+    _check_shared(target, results)
+    return {name: components for name, (_, components) in results.items()}
 
 
 def _names(target: nn.Module) -> Iterator[str]:
     return (name for name, _ in target.named_modules(remove_duplicate=False) if name)
 
 
-def _refuse_shared(target: nn.Module, names: Mapping[str, object]) -> None:
+def _check_shared(target: nn.Module, names: Mapping[str, object]) -> None:
     known: dict[int, list[str]] = {}
     for name, module in target.named_modules(remove_duplicate=False):
         known.setdefault(id(module), []).append(name)
     for name in names:
         same = known[id(target.get_submodule(name))]
         if len(same) > 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"{' and '.join(same)} are one module, called more than once in a pass: its "
                 "activations are of several places; choose other sites"
             )
@@ -134,15 +135,15 @@ def _some(target: nn.Module) -> str:
 
 
 def _site(name: str, module: nn.Module, components: int) -> Site:
-    kind = kind_of(name, module)
+    kind = site_kind(name, module)
     d_in, d_out = _widths(kind, module)
     return Site(name, kind, d_in, d_out, components, bias=_bias(module) is not None)
 
 
 def _identity(name: str, module: nn.Module, components: int) -> Site:
-    kind = kind_of(name, module)
+    kind = site_kind(name, module)
     if kind == "embedding":
-        raise RecipeError(
+        raise ConfigError(
             f"{name} is an embedding, and token numbers have no identity to take apart; name a "
             "linear layer"
         )

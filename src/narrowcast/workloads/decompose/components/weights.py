@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.sites import Site
 
 
@@ -31,21 +31,21 @@ class TiedComponents(nn.Module):
     def __init__(self, of: Components) -> None:
         """Refer to the other's parameters, which are trained and kept once."""
         super().__init__()
-        self._of = (of,)  # in a tuple it is no submodule, whose weights would be kept again
+        self._owner = (of,)  # in a tuple it is no submodule, whose weights would be kept again
 
     @property
     def V(self) -> Tensor:
         """What the other writes to: (seeds, d_in, C)."""
-        return self._of[0].U.mT
+        return self._owner[0].U.mT
 
     @property
     def U(self) -> Tensor:
         """What the other reads from: (seeds, C, d_out)."""
-        return self._of[0].V.mT
+        return self._owner[0].V.mT
 
     def pair(self, full: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
         """Return V and U with the digits that `full` has of each parameter, by its id."""
-        V, U = self._of[0].pair(full)
+        V, U = self._owner[0].pair(full)
         return U.mT, V.mT
 
 
@@ -99,15 +99,15 @@ def make_components(
 def _check_tie(sites: Mapping[str, Site], name: str, other: str, tied: Mapping[str, str]) -> None:
     for each in (name, other):
         if each not in sites:
-            raise RecipeError(f"tied names {each}, which is no site; sites are {', '.join(sites)}")
+            raise ConfigError(f"tied names {each}, which is no site; sites are {', '.join(sites)}")
     if other in tied:
-        raise RecipeError(
+        raise ConfigError(
             f"{name} is tied to {other}, itself tied to {tied[other]}; tie both to it"
         )
     one, two = sites[name], sites[other]
     turned = (two.d_out, two.d_in, two.components)
     if (one.d_in, one.d_out, one.components) != turned:
-        raise RecipeError(
+        raise ConfigError(
             f"{name} ({one.d_in} x {one.d_out}, {one.components} components) is not {other} "
             f"({two.d_in} x {two.d_out}, {two.components}) turned around; tie a matrix to its "
             "transpose, with as many components, or write sites.tied=false"

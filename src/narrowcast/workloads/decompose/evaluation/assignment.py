@@ -13,10 +13,10 @@ def best_assignment(worth: NDArray[np.float64]) -> NDArray[np.int64]:
     rows, columns = worth.shape
     if rows > columns:
         # Columns are given out among rows instead.
-        row_of = best_assignment(np.ascontiguousarray(worth.T))
-        column_of = np.full(rows, -1)
-        column_of[row_of] = np.arange(columns)
-        return column_of
+        matched_rows = best_assignment(np.ascontiguousarray(worth.T))
+        matched_columns = np.full(rows, -1)
+        matched_columns[matched_rows] = np.arange(columns)
+        return matched_columns
     cost = -worth
     row_price, column_price = np.zeros(rows), np.zeros(columns + 1)
     # The column after the last is where a path begins; it holds the row that is being placed.
@@ -41,7 +41,7 @@ def best_assignment(worth: NDArray[np.float64]) -> NDArray[np.int64]:
         while here != columns:
             before = came_from[here]
             row_at[here], here = row_at[before], before
-    column_of = np.empty(rows, dtype=np.int64)
+    matched_columns = np.empty(rows, dtype=np.int64)
     placed = np.flatnonzero(row_at[:columns] != -1)
-    column_of[row_at[placed]] = placed
-    return column_of
+    matched_columns[row_at[placed]] = placed
+    return matched_columns

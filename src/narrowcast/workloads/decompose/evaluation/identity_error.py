@@ -32,13 +32,13 @@ def identity_error(importance: Tensor, *, tolerance: float) -> Tensor:
     """
     importance = importance.detach().float().cpu()
     on_diagonal = torch.zeros_like(importance, dtype=torch.bool)
-    for seed, columns in enumerate(component_of(importance)):
-        given = columns >= 0
-        on_diagonal[seed, given.nonzero().flatten(), columns[given]] = True
-    found = (on_diagonal & (importance >= 1 - tolerance)).sum((1, 2))
+    for seed, columns in enumerate(matched_component(importance)):
+        inputs = columns >= 0
+        on_diagonal[seed, inputs.nonzero().flatten(), columns[inputs]] = True
+    result = (on_diagonal & (importance >= 1 - tolerance)).sum((1, 2))
     # Not a number is neither below nor above: it counts as wrong.
     others = (~on_diagonal & ~(importance <= tolerance)).sum((1, 2))
-    return importance.shape[1] - found + others
+    return importance.shape[1] - result + others
 
 
 def dense_error(importance: Tensor, components: int, *, tolerance: float) -> Tensor:
@@ -48,11 +48,11 @@ def dense_error(importance: Tensor, components: int, *, tolerance: float) -> Ten
     order = importance.nan_to_num().sum(dim=1).argsort(dim=1, descending=True)
     sorted_ = importance.gather(2, order[:, None].expand_as(importance))
     used, others = sorted_[:, :, :components], sorted_[:, :, components:]
-    found = (used >= 1 - tolerance).any(dim=1).sum(dim=1)
-    return components - found + (~(others <= tolerance)).sum((1, 2))
+    matched = (used >= 1 - tolerance).any(dim=1).sum(dim=1)
+    return components - matched + (~(others <= tolerance)).sum((1, 2))
 
 
-def component_of(importance: Tensor) -> Tensor:
+def matched_component(importance: Tensor) -> Tensor:
     """Return for each seed and feature the component that is taken for it, or -1.
 
     No component is taken twice, and together they are as important as can be.
@@ -64,7 +64,7 @@ def component_of(importance: Tensor) -> Tensor:
 def identity_order(importance: Tensor) -> Tensor:
     """Return for each seed (seeds, components) an order of columns with the identity in front."""
     orders = []
-    for columns in component_of(importance):
+    for columns in matched_component(importance):
         taken = columns[columns >= 0]
         left = torch.ones(importance.shape[2], dtype=torch.bool)
         left[taken] = False

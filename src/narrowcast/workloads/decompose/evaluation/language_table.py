@@ -44,8 +44,8 @@ class LanguageTable:
         known = step.target.reshape(1, -1, step.target.shape[-1])
         for masking in self.maskings:
             output = step.masked(masks_for(masking, step, rounding=self.rounding)).output
-            apart = divergence(output.reshape(1, *known.shape), known, "kl")
-            self._sum(self._kl, masking, apart.sum().double() * step.rows)
+            separate = divergence(output.reshape(1, *known.shape), known, "kl")
+            self._sum(self._kl, masking, separate.sum().double() * step.rows)
             self._sum(self._nats, masking, _nats(output, tokens))
 
     def read(self) -> dict[str, float]:
@@ -57,14 +57,14 @@ class LanguageTable:
         nats = {name: each.item() / self._predicted for name, each in self._nats.items()}
         target = nats["target"]
         worst = nats["zero"] - target if "zero" in nats else math.nan
-        found = {"ce_target": target}
+        results = {"ce_target": target}
         for masking in self.maskings:
             more = nats[masking] - target
-            found[f"kl_{masking}"] = self._kl[masking].item() / self._rows
-            found[f"ce_{masking}"] = nats[masking]
-            found[f"ce_difference_{masking}"] = more
-            found[f"ce_unrecovered_{masking}"] = more / worst if worst > 0 else math.nan
-        return found
+            results[f"kl_{masking}"] = self._kl[masking].item() / self._rows
+            results[f"ce_{masking}"] = nats[masking]
+            results[f"ce_difference_{masking}"] = more
+            results[f"ce_unrecovered_{masking}"] = more / worst if worst > 0 else math.nan
+        return results
 
     def _sum(self, sums: dict[str, Tensor], name: str, value: Tensor) -> None:
         sums[name] = sums[name] + value if name in sums else value

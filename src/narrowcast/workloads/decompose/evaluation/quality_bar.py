@@ -29,8 +29,8 @@ def quality_bar(
     (route,) = term.routes(held[0])
     rows = sum(step.rows for step in held)
 
-    def apart(values: Sequence[Tensor], step: Step) -> Tensor:
-        return term.apart(step, route, *split(values, step)) * (step.rows / rows)
+    def divergence(values: Sequence[Tensor], step: Step) -> Tensor:
+        return term.divergence(step, route, *split(values, step)) * (step.rows / rows)
 
     like = wide(held[0].lower[0][0, 0])
     values = [
@@ -41,10 +41,10 @@ def quality_bar(
         for step in held:
             with torch.enable_grad():
                 moving = [value.requires_grad_() for value in values]
-                found = rising(apart(moving, step), moving)
-            slopes = [slope + each for slope, each in zip(slopes, found, strict=True)]
+                matches = rising(divergence(moving, step), moving)
+            slopes = [slope + each for slope, each in zip(slopes, matches, strict=True)]
         values = [
             (value.detach() + step_size * slope.sign()).clamp(0, 1)
             for value, slope in zip(values, slopes, strict=True)
         ]
-    return torch.stack([apart(values, step) for step in held]).sum(dim=0)
+    return torch.stack([divergence(values, step) for step in held]).sum(dim=0)

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.sites import Site
 from narrowcast.workloads.decompose.importance.dense import ComponentMLP, SharedMLP
 from narrowcast.workloads.decompose.importance.transformer import Transformer
@@ -115,18 +115,18 @@ def build_importance(
 
 def _require_known(kind: str, sites: Sequence[Site], hidden: Sequence[int]) -> None:
     if kind not in get_args(Kind):
-        raise RecipeError(
+        raise ConfigError(
             f"there is no importance function {kind!r}; write one of {', '.join(get_args(Kind))}"
         )
     embeddings = [site.name for site in sites if site.kind == "embedding"]
     if embeddings and kind != "mlp":
-        raise RecipeError(
+        raise ConfigError(
             f"{embeddings[0]} is an embedding, whose input is a token and no vector, which the "
             f"importance function {kind!r} cannot see; write importance.kind=mlp, or leave "
             "the embedding out"
         )
     if min(hidden, default=0) < 1:
-        raise RecipeError(
+        raise ConfigError(
             f"the importance function {kind!r} needs hidden layers of at least 1; "
             f"write hidden: [16], not {list(hidden)}"
         )
@@ -134,12 +134,12 @@ def _require_known(kind: str, sites: Sequence[Site], hidden: Sequence[int]) -> N
 
 def _require_transformer(hidden: Sequence[int], *, width: int, blocks: int, heads: int) -> None:
     if min(width, blocks, heads) < 1 or len(hidden) != 1:
-        raise RecipeError(
+        raise ConfigError(
             "a global_transformer needs a width, blocks and heads of at least 1 and one hidden "
             "width for its MLPs; write for example width: 256, blocks: 4, heads: 4, hidden: [1024]"
         )
     if width % (2 * heads):
-        raise RecipeError(
+        raise ConfigError(
             f"width {width} is not heads × an even number, which rotary positions need of "
             f"{heads} heads; write width: {max(width // (2 * heads), 1) * 2 * heads}"
         )

@@ -33,7 +33,7 @@ def routes(
     *,
     probability: float = 0.0,
     batched: bool = False,
-    kept: Fixed | None = None,
+    stored: Fixed | None = None,
 ) -> list[Route]:
     """Return the passes of a routing, drawn anew where it is random.
 
@@ -50,7 +50,7 @@ def routes(
         case "static_probability":
             return [Route(every, torch.rand(sites, seeds, rows, device=device) < probability)]
         case "layerwise" if batched and sites > 1:
-            return [fixed_route(["layerwise"], importance, kept=kept)]
+            return [fixed_route(["layerwise"], importance, saved=stored)]
         case "layerwise":
             return [Route((site,)) for site in every]
 
@@ -59,7 +59,7 @@ def fixed_route(
     routings: Sequence[Literal["all", "layerwise"]],
     importance: Sequence[Tensor],
     *,
-    kept: Fixed | None = None,
+    saved: Fixed | None = None,
 ) -> Route:
     """Return one pass of copies that all sites compute, and of copies that one site each does.
 
@@ -69,16 +69,16 @@ def fixed_route(
     """
     sites, (seeds, rows, _) = len(importance), importance[0].shape
     device = importance[0].device
-    asked = (tuple(routings), sites, seeds, rows, device)
-    if kept is None or torch.compiler.is_compiling():
-        routed = _computed_by(*asked)
-    elif asked in kept:
-        routed = kept[asked]
+    requested = (tuple(routings), sites, seeds, rows, device)
+    if saved is None or torch.compiler.is_compiling():
+        routed = _computed_by(*requested)
+    elif requested in saved:
+        routed = saved[requested]
     else:
         with torch.inference_mode(mode=False):  # kept for training too
-            routed = _computed_by(*asked)
+            routed = _computed_by(*requested)
         if not is_capturing(device):
-            kept[asked] = routed
+            saved[requested] = routed
     return Route(tuple(range(sites)), routed, copies=routed.shape[-1] // rows)
 
 
@@ -119,11 +119,11 @@ def site_masks(
     return masks
 
 
-Given = TypeVar("Given", Tensor, Source, Source | None)
+MaskInputs = TypeVar("MaskInputs", Tensor, Source, Source | None)
 
 
-def _repeated(given: Given, copies: int) -> Given:
+def _repeated(inputs: MaskInputs, copies: int) -> MaskInputs:
     """Return rows one copy after another; what broadcasts over rows does so still."""
-    if copies == 1 or not isinstance(given, Tensor) or given.shape[1] == 1:
-        return given
-    return given.repeat(1, copies, *[1] * (given.dim() - 2))
+    if copies == 1 or not isinstance(inputs, Tensor) or inputs.shape[1] == 1:
+        return inputs
+    return inputs.repeat(1, copies, *[1] * (inputs.dim() - 2))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.fused import FORMATS, has_kernels
 
 Squash = Literal["leaky_hard", "normal", "hard", "swish_hard"]
@@ -72,7 +72,7 @@ def _same_for_both(logits: Tensor, kind: Squash) -> Tensor:
             rising, level = F.silu(SHARPNESS * logits), F.silu(SHARPNESS * (logits - 1))
             return (rising - level) / SHARPNESS
         case _:
-            raise RecipeError(
+            raise ConfigError(
                 f"{kind!r} squashes no importances; write one of {', '.join(get_args(Squash))}"
             )
 
@@ -107,14 +107,14 @@ class _LeakyHard(torch.autograd.Function):
             low = None if grad_low is None else grad_low.contiguous()
             up = None if grad_up is None else grad_up.contiguous()
             return squash.squash_back(logits, low, up, LEAK)
-        found, above = None, logits > 1
+        result, above = None, logits > 1
         if grad_low is not None:
-            found = torch.where(logits <= 0, grad_low.clamp(max=0).mul_(LEAK), grad_low)
-            found = found.masked_fill_(above, 0.0)
+            result = torch.where(logits <= 0, grad_low.clamp(max=0).mul_(LEAK), grad_low)
+            result = result.masked_fill_(above, 0.0)
         if grad_up is not None:
             pressed = torch.where(above, LEAK * grad_up, grad_up).masked_fill_(logits < 0, 0.0)
-            found = pressed if found is None else found.add_(pressed)
-        return found
+            result = pressed if result is None else result.add_(pressed)
+        return result
 
 
 _apply: Any = _LeakyHard.apply

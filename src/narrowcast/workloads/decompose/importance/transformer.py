@@ -69,10 +69,10 @@ class Block(nn.Module):
     def _gathered(self, qkv: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """Return what each position gathers from all of its text: (seeds, rows, width)."""
         seeds, rows, _ = qkv.shape
-        apart = qkv.reshape(-1, turns[0].shape[0], 3, self.heads, self.head_width)
-        query, key, value = apart.permute(2, 0, 3, 1, 4).unbind(0)  # (texts, heads, length, ...)
-        found = F.scaled_dot_product_attention(_turned(query, turns), _turned(key, turns), value)
-        return found.transpose(1, 2).reshape(seeds, rows, -1)
+        separate = qkv.reshape(-1, turns[0].shape[0], 3, self.heads, self.head_width)
+        query, key, value = separate.permute(2, 0, 3, 1, 4).unbind(0)  # (texts, heads, length, ...)
+        result = F.scaled_dot_product_attention(_turned(query, turns), _turned(key, turns), value)
+        return result.transpose(1, 2).reshape(seeds, rows, -1)
 
 
 def _normed(x: Tensor) -> Tensor:

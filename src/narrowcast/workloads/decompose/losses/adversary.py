@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.mask import Source
 from narrowcast.workloads.decompose.losses.reconstruction import Routed
 from narrowcast.workloads.decompose.losses.terms import Loss, Step
@@ -36,12 +36,12 @@ class Adversarial(Routed, ABC):
         super().check()
         fewest = self.steps if self.early_steps is None else min(self.steps, self.early_steps)
         if fewest < 1 or self.every < 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.name}: steps, early_steps and every are at least 1, not {self.steps}, "
                 f"{self.early_steps} and {self.every}; a term without a search is stochastic"
             )
         if (self.early_steps is not None) != (self.early_until > 0) or self.early_until > 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.name}: early_steps go with the share of the run they are for; write for "
                 "example early_steps: 1 and early_until: 0.5, or neither"
             )
@@ -54,7 +54,7 @@ class Adversarial(Routed, ABC):
         return self.early_steps if early and self.early_steps is not None else self.steps
 
 
-def form_of(losses: Sequence[Loss], step: int, steps: int) -> tuple[int, ...]:
+def step_form(losses: Sequence[Loss], step: int, steps: int) -> tuple[int, ...]:
     """Return the form of a step of training, for `total`: how many ascents each term makes.
 
     A term without an adversary always has 1, and one that this step leaves out 0. Steps of one form
@@ -65,9 +65,9 @@ def form_of(losses: Sequence[Loss], step: int, steps: int) -> tuple[int, ...]:
     )
 
 
-def forms_of(losses: Sequence[Loss], steps: int) -> set[tuple[int, ...]]:
+def all_forms(losses: Sequence[Loss], steps: int) -> set[tuple[int, ...]]:
     """Return all forms that the steps of a run have."""
-    return {form_of(losses, step, steps) for step in range(steps)}
+    return {step_form(losses, step, steps) for step in range(steps)}
 
 
 def split(values: Sequence[Tensor], step: Step) -> tuple[list[Source], list[Source | None]]:
@@ -82,10 +82,10 @@ def shapes(step: Step, rows: int) -> list[tuple[int, ...]]:
     return [*sources, *[(step.seeds, rows)] * (len(sources) if step.delta else 0)]
 
 
-def rising(apart: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def rising(separate: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the gradients of the sum over seeds; zero where a pass does not use a value."""
-    found = torch.autograd.grad(apart.sum(), list(values), allow_unused=True)
+    matches = torch.autograd.grad(separate.sum(), list(values), allow_unused=True)
     return tuple(
         torch.zeros_like(value) if grad is None else grad
-        for value, grad in zip(values, found, strict=True)
+        for value, grad in zip(values, matches, strict=True)
     )

@@ -6,7 +6,7 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.losses.adversary import Adversarial
 from narrowcast.workloads.decompose.losses.faithfulness import Faithfulness
 from narrowcast.workloads.decompose.losses.minimality import Minimality, SmoothL0
@@ -39,35 +39,35 @@ KINDS: dict[str, type[Loss]] = {
 def build_loss(kind: str, settings: Mapping[str, Any]) -> Loss:
     """Build the loss of a kind, with its coefficient and whatever else it lets one choose."""
     if kind not in KINDS:
-        raise RecipeError(f"there is no loss {kind!r}{_meant(kind, KINDS)}")
+        raise ConfigError(f"there is no loss {kind!r}{_meant(kind, KINDS)}")
     chosen = KINDS[kind]
     takes = {name: hint for name, hint in _hints(chosen).items() if name in _names(chosen)}
     if "coefficient" not in settings:
-        raise RecipeError(
+        raise ConfigError(
             f"the loss {kind} has no coefficient, and none is a good guess; write for example "
             f"{kind}: {{coefficient: 1.0}}"
         )
     for name, value in settings.items():
         if name not in takes:
-            raise RecipeError(f"the loss {kind} has no setting {name!r}{_meant(name, takes)}")
+            raise ConfigError(f"the loss {kind} has no setting {name!r}{_meant(name, takes)}")
         if not _fits(value, takes[name]):
-            raise RecipeError(f"{kind}.{name}: {value!r} is not {_words(takes[name])}")
+            raise ConfigError(f"{kind}.{name}: {value!r} is not {_describe_hint(takes[name])}")
     return chosen(**settings)
 
 
-def build_losses(asked: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Loss]:
+def build_losses(requested: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Loss]:
     """Build the terms of a loss; two of one name would be one in the records, and are refused."""
-    losses = [build_loss(kind, settings) for kind, settings in asked]
+    losses = [build_loss(kind, settings) for kind, settings in requested]
     if not losses:
-        raise RecipeError("no loss is named; write for example stochastic: {coefficient: 1.0}")
+        raise ConfigError("no loss is named; write for example stochastic: {coefficient: 1.0}")
     names = [loss.name for loss in losses]
     for name in names:
         if names.count(name) > 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"the loss {name} is named twice; write it once, with one coefficient"
             )
     if all(isinstance(loss, Adversarial) and loss.every > 1 for loss in losses):
-        raise RecipeError(
+        raise ConfigError(
             "some steps would have no loss at all; leave `every` out of one, or add a loss without"
         )
     return losses
@@ -96,9 +96,9 @@ def _fits(value: object, hint: Any) -> bool:
     return isinstance(value, int | float) if hint is float else isinstance(value, hint)
 
 
-def _words(hint: Any) -> str:
+def _describe_hint(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
     if isinstance(hint, UnionType):
-        return " or ".join(_words(each) for each in get_args(hint))
+        return " or ".join(_describe_hint(each) for each in get_args(hint))
     return {float: "a number", int: "a whole number", bool: "true or false"}.get(hint, "nothing")

@@ -32,8 +32,8 @@ def divergence(output: Tensor, target: Tensor, kind: Divergence) -> Tensor:
     if kind == "mse":
         return _squares(output, target).mean((1, 2, 3))
     function: Any = _KernelKL if _has_kernel(output, target) else _KL
-    found: Tensor = function.apply(output, target)
-    return found / (output.shape[1] * output.shape[2])
+    result: Tensor = function.apply(output, target)
+    return result / (output.shape[1] * output.shape[2])
 
 
 def squared_errors(output: Tensor, target: Tensor) -> Tensor:

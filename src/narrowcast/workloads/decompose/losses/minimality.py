@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.losses.divergence import wide
 from narrowcast.workloads.decompose.losses.powers import power_means
 from narrowcast.workloads.decompose.losses.terms import Loss, Step
@@ -29,17 +29,17 @@ class _Annealed(Loss):
     def check(self) -> None:
         """Refuse shares out of order, and negative weights."""
         if not 0 <= self.anneal_from < self.anneal_to <= 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.kind}: it cannot anneal from {self.anneal_from} to {self.anneal_to}; write "
                 "shares of the run, the first below the second, such as 0.0 and 1.0"
             )
         if self.beta < 0 or (self.reference_rows is not None and self.reference_rows < 1):
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.kind}: beta is at least 0 and reference_rows at least 1, "
                 f"not {self.beta} and {self.reference_rows}"
             )
         if self.reference_rows is not None and not self.beta:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.kind}: reference_rows are of the frequency term; write a beta"
             )
 
@@ -72,14 +72,14 @@ class Minimality(_Annealed):
         """Refuse powers that are no penalty."""
         super().check()
         if not 0 < self.epsilon < 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.kind}: epsilon is above 0 and below 1, not {self.epsilon:g}; write 1e-12, "
                 "as published, or 1e-2 where p goes well below 1"
             )
         if self.p <= 0 or (self.p_final is not None and self.p_final <= 0):
-            raise RecipeError(f"{self.kind}: p and p_final are above 0; write p: 1.0")
+            raise ConfigError(f"{self.kind}: p and p_final are above 0; write p: 1.0")
         if self.p_final is None and (self.anneal_from, self.anneal_to) != (0.0, 1.0):
-            raise RecipeError(f"{self.kind}: there is nothing to anneal to; write a p_final")
+            raise ConfigError(f"{self.kind}: there is nothing to anneal to; write a p_final")
 
     def __call__(self, step: Step, ascents: int = 1) -> Tensor:
         """Return the sum over sites and components of mean powers."""
@@ -102,7 +102,7 @@ class SmoothL0(_Annealed):
         """Refuse widths of nothing."""
         super().check()
         if min(self.gamma, self.gamma_final) <= 0:
-            raise RecipeError(f"{self.kind}: gamma and gamma_final are above 0; write gamma: 1.0")
+            raise ConfigError(f"{self.kind}: gamma and gamma_final are above 0; write gamma: 1.0")
 
     def __call__(self, step: Step, ascents: int = 1) -> Tensor:
         """Return the smooth count of important components, a mean over rows."""

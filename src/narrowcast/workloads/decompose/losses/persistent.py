@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.mask import Source
 from narrowcast.workloads.decompose.components.sites import Site
 from narrowcast.workloads.decompose.losses.adversary import Adversarial, rising, split
@@ -46,14 +46,14 @@ class PersistentPGD(Adversarial):
         """Refuse rates and moments that do not ascend."""
         super().check()
         if not (self.lr > 0 and 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.name}: lr is above 0, and beta1 and beta2 at least 0 and below 1; write "
                 "for example lr: 0.01, beta1: 0.5, beta2: 0.99"
             )
         if self.optimizer == "sign" and (self.beta1, self.beta2) != (0.5, 0.99):
-            raise RecipeError(f"{self.name}: signs remember nothing; leave beta1 and beta2 out")
+            raise ConfigError(f"{self.name}: signs remember nothing; leave beta1 and beta2 out")
         if self.repeat < 1 or (self.repeat > 1 and self.scope != "repeat_across_batch"):
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.name}: repeat is at least 1, and about scope: repeat_across_batch"
             )
 
@@ -68,7 +68,7 @@ class PersistentPGD(Adversarial):
             "per_position": rows,
         }[self.scope]
         if rows % own:
-            raise RecipeError(
+            raise ConfigError(
                 f"losses.{self.name}.repeat must divide batch_size={rows // length}, got "
                 f"{self.repeat}. Write a repeat that does, or another batch_size"
             )
@@ -86,8 +86,8 @@ class PersistentPGD(Adversarial):
 
     def _ascend(self, held: Step, state: "PersistentSources") -> None:
         moving = state.leaves()
-        apart = self.mean(held, *state.spread(held))
-        state.move(rising(apart, moving))
+        separate = self.mean(held, *state.spread(held))
+        state.move(rising(separate, moving))
 
 
 class PersistentSources(nn.Module):
@@ -128,9 +128,9 @@ class PersistentSources(nn.Module):
         To be called when that pass is done, on the device's stream; waits for nothing.
         """
         grads = [leaf.grad for leaf in self._leaves]
-        found = [grad / self.settings.coefficient for grad in grads if grad is not None]
-        if found and len(found) == len(grads):
-            self.move(found)
+        matches = [grad / self.settings.coefficient for grad in grads if grad is not None]
+        if matches and len(matches) == len(grads):
+            self.move(matches)
         self._leaves = []
 
     @torch.no_grad()
@@ -163,7 +163,7 @@ def _over(value: Tensor, rows: int) -> Tensor:
     if own in (1, rows):
         return value
     if rows % own:
-        raise RecipeError(
+        raise ConfigError(
             f"sources for {own} rows, and a batch of {rows}: evaluate with batches of the same "
             "size, or write scope: single"
         )

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.importance.masks import Route
 from narrowcast.workloads.decompose.losses.adversary import Adversarial, rising, shapes, split
 from narrowcast.workloads.decompose.losses.divergence import wide
@@ -39,15 +39,15 @@ class PGD(Adversarial):
         """Refuse a step that goes nowhere."""
         super().check()
         if self.step_size <= 0:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.name}: a step_size of {self.step_size} does not ascend; write one above 0, "
                 "such as 0.1"
             )
 
     def __call__(self, step: Step, ascents: int = 1) -> Tensor:
         """Return the divergence after `ascents` moves of the sources."""
-        apart = [self._worst(step, route, ascents) for route in self.routes(step)]
-        return torch.stack(apart).mean(0)
+        separate = [self._worst(step, route, ascents) for route in self.routes(step)]
+        return torch.stack(separate).mean(0)
 
     def _worst(self, step: Step, route: Route, ascents: int) -> Tensor:
         values = self._begun(step)
@@ -56,12 +56,12 @@ class PGD(Adversarial):
             # Also where somebody only evaluates, without gradients.
             with torch.enable_grad():
                 moving = [each.requires_grad_() for each in values]
-                grads = rising(self.apart(held, route, *split(moving, step)), moving)
+                grads = rising(self.divergence(held, route, *split(moving, step)), moving)
             values = [
                 (each.detach() + self.step_size * grad.sign()).clamp(0, 1)
                 for each, grad in zip(moving, grads, strict=True)
             ]
-        return self.apart(step, route, *split(values, step))
+        return self.divergence(step, route, *split(values, step))
 
     def _begun(self, step: Step) -> list[Tensor]:
         rows = 1 if self.scope == "shared" else step.rows

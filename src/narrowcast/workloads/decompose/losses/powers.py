@@ -73,11 +73,11 @@ def _raised(upper: Tensor, power: float | Tensor, epsilon: float) -> Tensor:
     return x if isinstance(power, float) and power == 1 else x.pow_(power)
 
 
-def _slope(upper: Tensor, power: float | Tensor, epsilon: float, given: Tensor) -> Tensor:
+def _slope(upper: Tensor, power: float | Tensor, epsilon: float, inputs: Tensor) -> Tensor:
     """Return the gradient of an importance, where `given` is that of its power."""
     if isinstance(power, float) and power == 1:
-        return torch.where(upper < 0, 0.0, given)
-    slope = _raised(upper, power - 1, epsilon).mul_(given * power)
+        return torch.where(upper < 0, 0.0, inputs)
+    slope = _raised(upper, power - 1, epsilon).mul_(inputs * power)
     return slope.masked_fill_(_without_slope(upper, power), 0.0)
 
 

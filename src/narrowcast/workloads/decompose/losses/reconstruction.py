@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.kernels.launch import is_capturing
 from narrowcast.workloads.decompose.components.fused import has_kernels, new_seed
 from narrowcast.workloads.decompose.components.mask import Draw, Source
@@ -30,7 +30,7 @@ class Masked(Loss):
             return _recomputed(passed, step, draws=draws)
         return passed(None)
 
-    def apart(
+    def divergence(
         self,
         step: Step,
         route: Route,
@@ -42,7 +42,7 @@ class Masked(Loss):
         def passed(seed: Tensor | None) -> Tensor:
             masks = site_masks(route, step.lower, sources, deltas)
             made = step.masked(masks, copies=route.copies, seed=seed).output
-            return step.apart(made, copies=route.copies)
+            return step.output_divergence(made, copies=route.copies)
 
         return self.run(step, passed, draws=isinstance(sources[0], Draw))
 
@@ -70,17 +70,17 @@ class Routed(Masked):
     def check(self) -> None:
         """Refuse a probability that is none, and options of another routing."""
         if (self.probability is not None) != (self.routing == "static_probability"):
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.name}: routing: static_probability and a probability go together; write "
                 "both, or neither"
             )
         if self.probability is not None and not 0 < self.probability <= 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.name}: a probability of {self.probability} is none; write one above 0, "
                 "such as 0.5"
             )
         if self.batched and self.routing != "layerwise":
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.name}: batched is about routing: layerwise, not {self.routing}; leave it "
                 "out"
             )
@@ -93,7 +93,7 @@ class Routed(Masked):
             step.lower,
             probability=chance,
             batched=self.is_batched(step),
-            kept=step.decomposition.fixed,
+            stored=step.decomposition.fixed,
         )
 
     def is_batched(self, step: Step) -> bool:
@@ -105,8 +105,8 @@ class Routed(Masked):
         self, step: Step, sources: Sequence[Source], deltas: Sequence[Source | None]
     ) -> Tensor:
         """Return the mean over the term's passes."""
-        apart = [self.apart(step, route, sources, deltas) for route in self.routes(step)]
-        return apart[0] if len(apart) == 1 else torch.stack(apart).mean(0)
+        separate = [self.divergence(step, route, sources, deltas) for route in self.routes(step)]
+        return separate[0] if len(separate) == 1 else torch.stack(separate).mean(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Unmasked(Masked):
         """Return the divergence of the sums of components."""
         everything, none = [1.0] * len(step.lower), [None] * len(step.lower)
         (route,) = routes("all", step.lower)
-        return self.apart(step, route, everything, none)
+        return self.divergence(step, route, everything, none)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class HiddenActivations(Masked):
         (route,) = routes("all", step.lower)
         vectors = [index for index, each in enumerate(known) if each.is_floating_point()]
         if not vectors:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.name}: every site is an embedding, which is given tokens; leave it out"
             )
 
@@ -183,8 +183,8 @@ def _recomputed(passed: Callable[..., Tensor], step: Step, *, draws: bool) -> Te
             "recompute=true: embeddings and float64 draw masks without a kernel, and cannot draw "
             "the same ones again inside a CUDA graph; write cuda_graph=false, or recompute=false"
         )
-    found: Tensor = checkpoint(passed, seed, use_reentrant=False, preserve_rng_state=by_torch)
-    return found
+    result: Tensor = checkpoint(passed, seed, use_reentrant=False, preserve_rng_state=by_torch)
+    return result
 
 
 def _draws_in_kernels(step: Step) -> bool:

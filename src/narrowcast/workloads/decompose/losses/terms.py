@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.decomposition import Decomposition, Passed
 from narrowcast.workloads.decompose.components.mask import SiteMask
 from narrowcast.workloads.decompose.importance.squash import Sampling
@@ -83,7 +83,7 @@ class Step:
         )
         return passed
 
-    def apart(self, output: Tensor, *, copies: int = 1) -> Tensor:
+    def output_divergence(self, output: Tensor, *, copies: int = 1) -> Tensor:
         """Return how far the output of a pass is from the target's, for every seed."""
         return divergence(*self._compared(output, copies), self.divergence)
 
@@ -96,10 +96,10 @@ class Step:
         made = output.reshape(self.seeds, copies, -1, width)
         return made, self.target.reshape(self.seeds, -1, width)
 
-    def _repeated(self, given: Any, copies: int) -> Any:
-        if copies == 1 or not isinstance(given, Tensor) or given.dim() <= self.batch_dim:
-            return given
-        return torch.cat([given] * copies, self.batch_dim)
+    def _repeated(self, settings: Any, copies: int) -> Any:
+        if copies == 1 or not isinstance(settings, Tensor) or settings.dim() <= self.batch_dim:
+            return settings
+        return torch.cat([settings] * copies, self.batch_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Loss(ABC):
     def __post_init__(self) -> None:
         """Refuse what would make it no term, or turn it around."""
         if not (math.isfinite(self.coefficient) and self.coefficient > 0):
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.kind}: a coefficient of {self.coefficient} is no weight of a loss; write a "
                 "number above 0, or leave the loss out"
             )

@@ -26,16 +26,16 @@ def total(
     `form` says how many steps each term's adversary takes; a term of 0 is left out.
     """
     chosen = [1] * len(losses) if form is None else form
-    asked = [pair for pair in zip(losses, chosen, strict=True) if pair[1]]
-    found = in_one_pass([loss for loss, _ in asked], step)
+    requested = [pair for pair in zip(losses, chosen, strict=True) if pair[1]]
+    results = in_one_pass([loss for loss, _ in requested], step)
     terms = {
-        loss.name: found[loss.name] if loss.name in found else loss(step, ascents)
-        for loss, ascents in asked
+        loss.name: results[loss.name] if loss.name in results else loss(step, ascents)
+        for loss, ascents in requested
     }
     # One by one these are launches that do nothing: times 1, and the sum over a single seed.
     weighed = [
         terms[loss.name] * loss.coefficient if loss.coefficient != 1 else terms[loss.name]
-        for loss, _ in asked
+        for loss, _ in requested
     ]
     everything: Any = reduce(add, weighed) if weighed else torch.zeros(())
     parts = {name: each.detach() for name, each in terms.items()}
@@ -55,11 +55,11 @@ def in_one_pass(losses: Sequence[Loss], step: Step) -> dict[str, Tensor]:
         return {}
     sites = len(step.lower)
     routings = [_as_fixed(loss.routing) for loss in alike]
-    route = fixed_route(routings, step.lower, kept=step.decomposition.fixed)
+    route = fixed_route(routings, step.lower, saved=step.decomposition.fixed)
     masks = site_masks(route, step.lower, *drawn(step))
     output = step.masked(masks, copies=route.copies).output
-    apart = step.squared_errors(output, copies=route.copies)  # (seeds, copies)
-    each = apart.split([1 if loss.routing == "all" else sites for loss in alike], -1)
+    separate = step.squared_errors(output, copies=route.copies)  # (seeds, copies)
+    each = separate.split([1 if loss.routing == "all" else sites for loss in alike], -1)
     return {
         loss.name: part.squeeze(-1) if part.shape[-1] == 1 else part.mean(-1)
         for loss, part in zip(alike, each, strict=True)

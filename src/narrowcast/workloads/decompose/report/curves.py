@@ -16,7 +16,7 @@ from narrowcast.runs.report_drawing import (
     legend,
     line,
     path,
-    words,
+    text_mark,
 )
 from narrowcast.workloads.decompose.report.matrices import Histogram
 from narrowcast.workloads.decompose.report.schema import TRAJECTORIES
@@ -40,24 +40,24 @@ class Trajectory:
 
 def trajectories(records: Sequence[Record]) -> list[Trajectory]:
     """Collect what evaluations measured, by kind; of a curve only finite numbers are drawn."""
-    found: dict[str, dict[str, list[tuple[int, float]]]] = {kind: {} for kind in TRAJECTORIES}
+    results: dict[str, dict[str, list[tuple[int, float]]]] = {kind: {} for kind in TRAJECTORIES}
     for record in records:
         if not isinstance(record, EvalRecord):
             continue
         for name, value in record.metrics.items():
             kind, _, site = name.partition("/")
-            if kind in found and math.isfinite(value):
-                found[kind].setdefault(site or WHOLE, []).append((record.step, value))
+            if kind in results and math.isfinite(value):
+                results[kind].setdefault(site or WHOLE, []).append((record.step, value))
     return [
         Trajectory(title=title, curves=curves)
         for kind, title in TRAJECTORIES.items()
-        if (curves := {site: at for site, at in found[kind].items() if len(at) > 1})
+        if (curves := {site: at for site, at in results[kind].items() if len(at) > 1})
     ]
 
 
-def trajectory_chart(told: Trajectory) -> str:
+def trajectory_chart(message: Trajectory) -> str:
     """Draw the curves of one kind; of many, as many as there are colours."""
-    shown = dict(list(told.curves.items())[:COLOURS])
+    shown = dict(list(message.curves.items())[:COLOURS])
     steps = [step for curve in shown.values() for step, _ in curve]
     values = [value for curve in shown.values() for _, value in curve]
     x = Scale(min(steps), max(steps), 64, WIDTH - 16)
@@ -65,32 +65,32 @@ def trajectory_chart(told: Trajectory) -> str:
     shift = math.log10 if wide else float
     low = shift(min(values)) if wide else min(0.0, *values)
     y = Scale(low, shift(max(values)), HEIGHT - 56, 14)
-    marks = _axes(x, y) if wide else axes(x, y, below="step", beside="")
-    for place, curve in enumerate(shown.values()):
+    marks = _axes(x, y) if wide else axes(x, y, x_label="step", y_label="")
+    for location, curve in enumerate(shown.values()):
         points = [(x(step), y(shift(value))) for step, value in _thinned(curve)]
-        marks.append(path(points, stroke=colour(place)))
+        marks.append(path(points, stroke=colour(location)))
     ends = ", ".join(
         f"{site} from {curve[0][1]:.3g} to {curve[-1][1]:.3g}" for site, curve in shown.items()
     )
-    alt = f"{told.title} over evaluations: {ends}."
+    alt = f"{message.title} over evaluations: {ends}."
     chart = drawing(marks, width=WIDTH, height=HEIGHT, alt=alt, most=WIDTH * 1.2)
-    named = [(colour(place), site) for place, site in enumerate(shown)]
-    left_out = len(told.curves) - len(shown)
+    named = [(colour(position), site) for position, site in enumerate(shown)]
+    left_out = len(message.curves) - len(shown)
     if left_out:
         named.append(("transparent", f"and {left_out} more that are not drawn"))
-    return chart + (legend(named) if set(told.curves) != {WHOLE} else "")
+    return chart + (legend(named) if set(message.curves) != {WHOLE} else "")
 
 
 def _axes(x: Scale, y: Scale) -> list[str]:
     """Draw a grid of which the upright numbers are logarithms: a line for each power of ten."""
-    marks = [words(x.end, y.start + 36, "step", anchor="end")]
+    marks = [text_mark(x.end, y.start + 36, "step", anchor="end")]
     for value, label in x.ticks():
         marks.append(line(x(value), y.start, x(value), y.end))
-        marks.append(words(x(value), y.start + 18, label, anchor="middle"))
+        marks.append(text_mark(x(value), y.start + 18, label, anchor="middle"))
     powers = range(math.ceil(y.low - 1e-9), math.floor(y.high + 1e-9) + 1)
     for power in [p for p in powers if len(powers) <= 8 or p % 2 == 0]:
         marks.append(line(x.start, y(power), x.end, y(power)))
-        marks.append(words(x.start - 8, y(power) + 4, f"{10.0**power:g}", anchor="end"))
+        marks.append(text_mark(x.start - 8, y(power) + 4, f"{10.0**power:g}", anchor="end"))
     return marks
 
 
@@ -101,26 +101,26 @@ def _thinned(curve: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
     return [curve[round(at * last / (MOST_POINTS - 1))] for at in range(MOST_POINTS)]
 
 
-def density_chart(found: Histogram, name: str) -> str:
+def density_chart(result: Histogram, name: str) -> str:
     """Draw how many components are in use at what share of positions, by its logarithm."""
-    low, high = found.edges[0], found.edges[-1]
+    low, high = result.edges[0], result.edges[-1]
     x = Scale(low, high, 48, WIDTH - 16)
-    y = Scale(0, max(*found.counts, 1), 140, 22)
+    y = Scale(0, max(*result.counts, 1), 140, 22)
     marks = []
     for value, label in y.ticks():
         if value == int(value):
             marks.append(line(x.start, y(value), x.end, y(value), stroke=GRID))
-            marks.append(words(x.start - 8, y(value) + 4, label.split(".")[0], anchor="end"))
+            marks.append(text_mark(x.start - 8, y(value) + 4, label.split(".")[0], anchor="end"))
     for power in range(math.ceil(low), math.floor(high) + 1):
-        marks.append(words(x(power), y.start + 18, f"{10.0**power:g}", anchor="middle"))
-    for count, left, right in zip(found.counts, found.edges, found.edges[1:], strict=False):
+        marks.append(text_mark(x(power), y.start + 18, f"{10.0**power:g}", anchor="middle"))
+    for count, left, right in zip(result.counts, result.edges, result.edges[1:], strict=False):
         if count:
             wide = x(right) - x(left) - 1
             marks.append(box(x(left), y(count), wide, y.start - y(count), fill="var(--series)"))
-    marks.append(words(x.end, y.start + 36, "share of positions", anchor="end"))
-    used = sum(found.counts)
+    marks.append(text_mark(x.end, y.start + 36, "share of positions", anchor="end"))
+    used = sum(result.counts)
     alt = (
         f"Components of {name} by the share of positions at which they are in use: {used:,} are "
-        f"used, {found.never:,} never."
+        f"used, {result.never:,} never."
     )
     return drawing(marks, width=WIDTH, height=182, alt=alt, most=WIDTH * 1.2)

@@ -1,6 +1,6 @@
 """Heat maps of matrices, as SVG that knows light from dark: one path for each tint."""
 
-from narrowcast.runs.report_drawing import LINE, drawing, words
+from narrowcast.runs.report_drawing import LINE, drawing, text_mark
 from narrowcast.workloads.decompose.report.matrices import Picture
 
 TINTS = 10
@@ -8,12 +8,12 @@ TINTS = 10
 POSITIVE, NEGATIVE = "var(--series)", "var(--evaluated)"
 
 
-def heat_map(picture: Picture, *, alt: str, most: float, below: str = "", beside: str = "") -> str:
+def heat_map(picture: Picture, *, alt: str, most: float, below: str = "", extra: str = "") -> str:
     """Draw a matrix at most `most` pixels wide; `below` and `beside` name its axes."""
     cells = picture.cells()
     rows, columns = len(cells), len(cells[0])
     side = most / max(rows, columns, 4)
-    left, top = (22.0 if beside else 0.0), 0.0
+    left, top = (22.0 if extra else 0.0), 0.0
     wide, high = side * columns, side * rows
     marks = [
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}" '
@@ -23,10 +23,10 @@ def heat_map(picture: Picture, *, alt: str, most: float, below: str = "", beside
     ]
     height = high + (22 if below else 1)
     if below:
-        marks.append(words(left, high + 16, below))
-    if beside:
+        marks.append(text_mark(left, high + 16, below))
+    if extra:
         turned = f"transform:rotate(-90deg);transform-origin:14px {high:.0f}px"
-        marks.append(words(14, high, beside, more=turned))
+        marks.append(text_mark(14, high, extra, more=turned))
     width = left + max(wide, 8.0 * len(below)) + 1
     return drawing(marks, width=width, height=height, alt=alt, most=width)
 

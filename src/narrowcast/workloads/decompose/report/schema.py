@@ -52,7 +52,7 @@ class Component(_Value):
 
     number: int = Field(ge=0)
     """Which component of the site: its column of V and row of U."""
-    found: Picture
+    learned: Picture
     """The matrix, outputs x inputs, as the target's weight is (`matrices.component_picture`)."""
     truth: Picture | None = None
     """The part of the target's weight that this component stands for."""
@@ -116,7 +116,7 @@ class MaskedLoss(_Value):
     """The same as a share of what zero masks lose."""
 
 
-class Verdict(_Value):
+class SeedResult(_Value):
     """What became of one seed, in a line."""
 
     seed: int
@@ -137,7 +137,7 @@ class Decomposition(_Value):
     probe: str = ""
     """What the rows of the importance matrices are: "features one by one, at 0.75"."""
     sites: tuple[Site, ...] = Field(max_length=MOST_SITES)
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[SeedResult, ...] = ()
     language: tuple[MaskedLoss, ...] = ()
     pgd: tuple[tuple[int, float], ...] = ()
     """The quality bar: steps of the adversary, and the divergence it reached."""
@@ -145,19 +145,19 @@ class Decomposition(_Value):
     @model_validator(mode="after")
     def _a_number_for_each_seed(self) -> Self:
         for site in self.sites:
-            told = (site.alive, site.l0, site.identity_error, site.cosine, site.mean_cosine)
-            lengths = {len(values) for values in (*told, site.norm_ratio)}
+            lines = (site.alive, site.l0, site.identity_error, site.cosine, site.mean_cosine)
+            lengths = {len(values) for values in (*lines, site.norm_ratio)}
             if not lengths <= {0, len(self.seeds)}:
                 raise ValueError(f"numbers of {site.name} are not as many as seeds")
         return self
 
 
-def write(folder: Path, found: Decomposition) -> None:
+def write(folder: Path, result: Decomposition) -> None:
     """Write the file into a run folder, whole or not at all."""
-    RunFolder(folder).write_json(FILE, found.model_dump(exclude_defaults=True))
+    RunFolder(folder).write_json(FILE, result.model_dump(exclude_defaults=True))
 
 
 def read(folder: Path) -> Decomposition:
     """Read the file; raise OSError where there is none, ValueError where it is not one."""
-    told = strict_json.loads(read_plain(folder / FILE, most=LARGEST).decode())
-    return Decomposition.model_validate(told)
+    message = strict_json.loads(read_plain(folder / FILE, most=LARGEST).decode())
+    return Decomposition.model_validate(message)

@@ -30,10 +30,12 @@ def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
     charts = curves.trajectories(records)
     courses = []
     if charts:
-        drawn = _side_by_side([(told.title, curves.trajectory_chart(told)) for told in charts])
+        drawn = _side_by_side(
+            [(message.title, curves.trajectory_chart(message)) for message in charts]
+        )
         courses = [ReportSection(title="On the way there", html=drawn)]
     try:
-        found = read(folder)
+        result = read(folder)
     except FileNotFoundError:  # the run has not ended
         return courses
     except (OSError, ValueError, RecursionError) as error:
@@ -42,43 +44,43 @@ def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
     own = [
         ReportSection(title=title, html=html)
         for title, draw in DRAWN.items()
-        if (html := draw(found))
+        if (html := draw(result))
     ]
     return [*own, *courses]
 
 
-def _found(found: Decomposition) -> str:
+def _result_text(matched: Decomposition) -> str:
     said = []
-    for verdict in found.verdicts[:MOST_VERDICTS]:
+    for verdict in matched.verdicts[:MOST_VERDICTS]:
         kind = "fair" if verdict.right is None else "good" if verdict.right else "bad"
-        name = f"seed {verdict.seed}: " if len(found.seeds) > 1 else ""
+        name = f"seed {verdict.seed}: " if len(matched.seeds) > 1 else ""
         said.append(f'<li class="{kind}">{escape(name + verdict.said)}</li>')
-    judged = [verdict.right for verdict in found.verdicts if verdict.right is not None]
-    lead = escape(found.target)
+    judged = [verdict.right for verdict in matched.verdicts if verdict.right is not None]
+    lead = escape(matched.target)
     if len(judged) > 1:
         lead += f": {sum(judged)} of {len(judged)} seeds found the ground truth."
     parts = [f'<p class="lead">{lead}</p>']
     if said:
         parts.append(f'<ul class="told">{"".join(said)}</ul>')
-    parts.append(_cut(len(found.verdicts), MOST_VERDICTS, "seeds"))
-    parts.append(tables.sites_table(found))
-    if len(found.seeds) > 1:
+    parts.append(_cut(len(matched.verdicts), MOST_VERDICTS, "seeds"))
+    parts.append(tables.sites_table(matched))
+    if len(matched.seeds) > 1:
         each = "".join(
-            f"<h3>{escape(site.name)}</h3>{tables.seeds_table(found, site)}"
-            for site in found.sites[:MOST_MAPS]
+            f"<h3>{escape(site.name)}</h3>{tables.seeds_table(matched, site)}"
+            for site in matched.sites[:MOST_MAPS]
         )
         parts.append(f"<details><summary>Seed by seed</summary>{each}</details>")
-    note = f"A component is in use where its importance is beyond {found.alive_threshold:g}. "
-    if len(found.seeds) > 1:
-        note += f"Of {len(found.seeds)} seeds: the least to the most. "
+    note = f"A component is in use where its importance is beyond {matched.alive_threshold:g}. "
+    if len(matched.seeds) > 1:
+        note += f"Of {len(matched.seeds)} seeds: the least to the most. "
     note += "L0: components in use at a position, on average."
-    if any(site.expected is not None for site in found.sites):
+    if any(site.expected is not None for site in matched.sites):
         note += " Where a number is expected, those are alive that a feature by itself needs."
     return "".join(parts) + _noted(note)
 
 
-def _importances(found: Decomposition) -> str:
-    drawn = [site for site in found.sites if site.importance is not None]
+def _importances(result: Decomposition) -> str:
+    drawn = [site for site in result.sites if site.importance is not None]
     figures = [
         (site.name, _importance(site, site.importance))
         for site in drawn[:MOST_MAPS]
@@ -86,9 +88,10 @@ def _importances(found: Decomposition) -> str:
     ]
     if not figures:
         return ""
-    probe = f" Rows: {found.probe}." if found.probe else ""
+    probe = f" Rows: {result.probe}." if result.probe else ""
     note = (
-        f"Seed {found.drawn_seed}.{probe} Columns: components, ordered by the row that they matter "
+        f"Seed {result.drawn_seed}.{probe} Columns: components, ordered by the row that they "
+        "matter "
         "most for. A full tint is an importance of 1."
     )
     return _side_by_side(figures) + _cut(len(drawn), MOST_MAPS, "sites") + _noted(note)
@@ -110,11 +113,11 @@ def _importance(site: Site, picture: Picture) -> str:
     )
     if picture.shape[0] > len(cells):
         below += f"; {picture.shape[0]:,} rows in {len(cells)}"
-    return heat_map(picture, alt=alt, most=420, below=below, beside=f"{picture.shape[0]:,} rows")
+    return heat_map(picture, alt=alt, most=420, below=below, extra=f"{picture.shape[0]:,} rows")
 
 
-def _components(found: Decomposition) -> str:
-    drawn = [site for site in found.sites if site.largest]
+def _components(result: Decomposition) -> str:
+    drawn = [site for site in result.sites if site.largest]
     parts = []
     for site in drawn[:MOST_COMPARED]:
         figures = "".join(_component(site, each) for each in site.largest)
@@ -126,14 +129,15 @@ def _components(found: Decomposition) -> str:
         return ""
     known = any(each.truth is not None for site in drawn for each in site.largest)
     note = (
-        f"The largest components of seed {found.drawn_seed} that are alive, as matrices of outputs "
+        f"The largest components of seed {result.drawn_seed} that are alive, as matrices of "
+        "outputs "
         "by inputs" + (": left as in the target, right as found." if known else ".")
     )
     shades = legend([(POSITIVE, "positive"), (NEGATIVE, "negative")])
-    pooled = any(each.found.pooled for site in drawn for each in site.largest)
+    pooled = any(each.learned.pooled for site in drawn for each in site.largest)
     if pooled:
         note += " A cell of a large matrix is the largest of those that it stands for."
-    return shades + "".join(parts) + _cut(len(found.sites), MOST_COMPARED, "sites") + _noted(note)
+    return shades + "".join(parts) + _cut(len(result.sites), MOST_COMPARED, "sites") + _noted(note)
 
 
 def _component(site: Site, each: Component) -> str:
@@ -143,9 +147,9 @@ def _component(site: Site, each: Component) -> str:
         f"norm {each.norm_ratio:.3f} ×" if each.norm_ratio is not None else "",
         f"in use {100 * each.density:.3g} %" if each.density is not None else "",
     ]
-    told = ", ".join(part for part in numbers if part)
-    alt = f"{caption} of {site.name}. {told}"
-    pictures = [heat_map(each.found, alt=alt, most=96)]
+    notice = ", ".join(part for part in numbers if part)
+    alt = f"{caption} of {site.name}. {notice}"
+    pictures = [heat_map(each.learned, alt=alt, most=96)]
     if each.truth is not None:
         truth = f"What {each.name or 'it'} is in the target's {site.name}."
         pictures.insert(0, heat_map(each.truth, alt=truth, most=96))
@@ -153,13 +157,13 @@ def _component(site: Site, each: Component) -> str:
     return (
         '<figure style="margin:0">'
         f'<div style="display:flex;gap:.375rem;align-items:flex-start">{boxes}</div>'
-        f'<figcaption class="note" style="display:block">{escape(caption)}<br>{escape(told)}'
+        f'<figcaption class="note" style="display:block">{escape(caption)}<br>{escape(notice)}'
         "</figcaption></figure>"
     )
 
 
-def _densities(found: Decomposition) -> str:
-    drawn = [site for site in found.sites if site.densities is not None]
+def _densities(result: Decomposition) -> str:
+    drawn = [site for site in result.sites if site.densities is not None]
     figures = []
     for site in drawn[:MOST_DENSITIES]:
         if site.densities is not None:
@@ -168,24 +172,24 @@ def _densities(found: Decomposition) -> str:
     if not figures:
         return ""
     note = (
-        f"Seed {found.drawn_seed}. How many components are in use at what share of positions; the "
+        f"Seed {result.drawn_seed}. How many components are in use at what share of positions; the "
         "first bar has all rarer ones."
     )
     return _side_by_side(figures) + _cut(len(drawn), MOST_DENSITIES, "sites") + _noted(note)
 
 
-def _language(found: Decomposition) -> str:
+def _language(result: Decomposition) -> str:
     parts = []
-    if found.language:
-        parts.append(tables.language_table(found))
+    if result.language:
+        parts.append(tables.language_table(result))
         parts.append(
             _noted(
                 "KL divergence is from the target's predictions. Unrecovered is the difference of "
                 "cross-entropy as a share of what zero masks lose."
             )
         )
-    if found.pgd:
-        rows = [[f"{steps:,}", f"{value:.4g}"] for steps, value in found.pgd]
+    if result.pgd:
+        rows = [[f"{steps:,}", f"{value:.4g}"] for steps, value in result.pgd]
         parts.append("<h3>Against an adversary</h3>" + tables.table(["steps", "divergence"], rows))
         parts.append(
             _noted("Masks of unimportant components are chosen by projected gradient ascent.")
@@ -207,7 +211,7 @@ def _noted(said: str) -> str:
 
 
 DRAWN: Mapping[str, Callable[[Decomposition], str]] = {
-    "What was found": _found,
+    "What was found": _result_text,
     "What the target makes of masks": _language,
     "Causal importances": _importances,
     "Components beside the target": _components,

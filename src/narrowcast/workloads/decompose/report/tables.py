@@ -9,33 +9,33 @@ from narrowcast.workloads.decompose.report.schema import Decomposition, Site
 MOST_SEEDS_SHOWN = 32
 
 
-def sites_table(found: Decomposition) -> str:
+def sites_table(result: Decomposition) -> str:
     """Write what became of each site; of several seeds, from the least to the most."""
     columns: list[tuple[str, list[Sequence[float | None]], str]] = [
-        ("alive", [site.alive for site in found.sites], "d"),
-        ("expected", [_known(site.expected) for site in found.sites], "d"),
-        ("L0", [site.l0 for site in found.sites], ".3g"),
-        ("identity error", [site.identity_error for site in found.sites], "d"),
-        ("least cosine", [site.cosine for site in found.sites], ".4f"),
-        ("norm ratio", [site.norm_ratio for site in found.sites], ".3f"),
+        ("alive", [site.alive for site in result.sites], "d"),
+        ("expected", [_known(site.expected) for site in result.sites], "d"),
+        ("L0", [site.l0 for site in result.sites], ".3g"),
+        ("identity error", [site.identity_error for site in result.sites], "d"),
+        ("least cosine", [site.cosine for site in result.sites], ".4f"),
+        ("norm ratio", [site.norm_ratio for site in result.sites], ".3f"),
     ]
-    told = [column for column in columns if any(column[1])]
+    lines = [column for column in columns if any(column[1])]
     rows = []
-    for at, site in enumerate(found.sites):
+    for at, site in enumerate(result.sites):
         cells = [
             f"{site.inputs:,} → {site.outputs:,}",
             f"{site.components:,}",
-            *(span(values[at], form) for _, values, form in told),
+            *(span(values[at], form) for _, values, form in lines),
         ]
         rows.append([site.name, *cells])
-    return table(["site", "matrix", "components", *(name for name, _, _ in told)], rows)
+    return table(["site", "matrix", "components", *(name for name, _, _ in lines)], rows)
 
 
 def _known(value: int | None) -> tuple[int, ...]:
     return () if value is None else (value,)
 
 
-def seeds_table(found: Decomposition, site: Site) -> str:
+def seeds_table(matched: Decomposition, site: Site) -> str:
     """Write the numbers of one site, seed by seed."""
     columns: list[tuple[str, Sequence[float | None], str]] = [
         ("alive", site.alive, "d"),
@@ -44,15 +44,15 @@ def seeds_table(found: Decomposition, site: Site) -> str:
         ("least cosine", site.cosine, ".4f"),
         ("norm ratio", site.norm_ratio, ".3f"),
     ]
-    told = [column for column in columns if column[1]]
+    message = [column for column in columns if column[1]]
     rows = [
-        [str(seed), *(number(values[at], form) for _, values, form in told)]
-        for at, seed in enumerate(found.seeds[:MOST_SEEDS_SHOWN])
+        [str(seed), *(number(values[at], form) for _, values, form in message)]
+        for at, seed in enumerate(matched.seeds[:MOST_SEEDS_SHOWN])
     ]
-    return table(["seed", *(name for name, _, _ in told)], rows)
+    return table(["seed", *(name for name, _, _ in message)], rows)
 
 
-def language_table(found: Decomposition) -> str:
+def language_table(result: Decomposition) -> str:
     """Write the table that decompositions of language models are published with."""
     rows = [
         [
@@ -62,7 +62,7 @@ def language_table(found: Decomposition) -> str:
             number(row.ce_difference, "+.3f"),
             number(row.ce_unrecovered, ".1%"),
         ]
-        for row in found.language
+        for row in result.language
     ]
     return table(["masks", "cross-entropy", "KL", "CE difference", "CE unrecovered"], rows)
 

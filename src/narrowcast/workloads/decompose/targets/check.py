@@ -9,7 +9,7 @@ import math
 
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 TOLERANCE = 0.25
 """How far from what is wanted, 0.75, a feature may come out. A dropped one is 0.75 off; those
@@ -21,15 +21,15 @@ MOST_NAMED = 8
 
 
 def check_features(
-    name: str, *, given: Tensor, wanted: Tensor, tolerance: float = TOLERANCE
+    name: str, *, inputs: Tensor, wanted: Tensor, tolerance: float = TOLERANCE
 ) -> None:
     """Refuse toy networks that do not bring out each feature, and it alone; waits for the device.
 
     `given` (seeds, features, features) is what the networks say of each feature by itself.
     """
-    off = ~((given - wanted).abs() <= tolerance)  # (seeds, features asked, features answered)
+    off = ~((inputs - wanted).abs() <= tolerance)  # (seeds, features asked, features answered)
     wrong = off.any(dim=2).sum(dim=1)
-    dead = (given == 0).all(dim=2).all(dim=1) | ~given.isfinite().all(dim=2).all(dim=1)
+    dead = (inputs == 0).all(dim=2).all(dim=1) | ~inputs.isfinite().all(dim=2).all(dim=1)
     if not wrong.any():
         return
     features = off.shape[1]
@@ -40,14 +40,14 @@ def check_features(
             f"{_seeds(wrong > 0)}: up to {int(wrong.max())} of {features} features come out wrong "
             f"by more than {tolerance:g}, or bring out others"
         )
-    raise RecipeError(f"model.toy={name} has not learnt what would be decomposed. {fact}")
+    raise ConfigError(f"model.toy={name} has not learnt what would be decomposed. {fact}")
 
 
 def check_accuracy(name: str, *, accuracy: Tensor, least: float) -> None:
     """Refuse networks that answer rightly less often than they should; waits for the device."""
     wrong = ~(accuracy >= least)
     if wrong.any():
-        raise RecipeError(
+        raise ConfigError(
             f"model.toy={name} has not learnt what would be decomposed. {_seeds(wrong)}: right in "
             f"{float(accuracy.min()):.0%} of cases at worst, and should be in {least:.0%}"
         )
@@ -57,7 +57,7 @@ def check_language(name: str, *, cross_entropy: float, vocabulary: int) -> None:
     """Refuse a language model that predicts no better than chance."""
     even = math.log(vocabulary)
     if not cross_entropy <= (1 - LEARNT_NATS) * even:
-        raise RecipeError(
+        raise ConfigError(
             f"model.path={name} predicts this text with {cross_entropy:.2f} nats a token, and "
             f"evenly guessed it would be {even:.2f}: it was never trained, or on other tokens. "
             "Give a trained model, and text that its tokenizer cuts"

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.plain_files import path_of
+from narrowcast.plain_files import expand_path
 from narrowcast.runs.folder import RESOLVED
 from narrowcast.workloads.decompose.targets.check import check_language
 from narrowcast.workloads.decompose.targets.pretrained import find_model
@@ -46,26 +46,26 @@ def language_target(
     `text` are files, by path or glob; for a run of this library none means the run's own. On the
     meta device only the model's shapes count, and no text is read.
     """
-    device, path = torch.device(device), path_of(name)
+    device, path = torch.device(device), expand_path(name)
     if (path / RESOLVED).is_file():
-        found = find_run(name, path, text=text, length=length, device=device)
+        result = find_run(name, path, text=text, length=length, device=device)
     else:
-        found = find_model(name, path, text=text, length=length, device=device)
-    target = found.model.requires_grad_(False).eval()
-    train, held_out = split(found.windows)
+        result = find_model(name, path, text=text, length=length, device=device)
+    target = result.model.requires_grad_(False).eval()
+    train, held_out = split(result.windows)
     cross_entropy = 0.0
     if device.type != "meta":
         target = target.to(device)
-        cross_entropy = _cross_entropy(target, found.output, held_out, device)
-        check_language(name, cross_entropy=cross_entropy, vocabulary=found.vocabulary)
+        cross_entropy = _cross_entropy(target, result.output, held_out, device)
+        check_language(name, cross_entropy=cross_entropy, vocabulary=result.vocabulary)
     return Language(
         name=name,
         target=target,
-        output=found.output,
-        vocabulary=found.vocabulary,
+        output=result.output,
+        vocabulary=result.vocabulary,
         train=train,
         held_out=held_out,
-        digest=found.digest,
+        digest=result.digest,
         cross_entropy=cross_entropy,
     )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.config.problems import shown_path
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.plain_files import read_plain
 
 HEADER = struct.Struct("<7i")
@@ -44,7 +44,7 @@ def read_model(path: Path) -> Any:
     if min(width, hidden, layers, heads, kv_heads, length) < 1 or width % (2 * heads):
         raise _damaged(path)
     if vocabulary < 0:
-        raise RecipeError(f"{shown_path(path)} has a head of its own, which is not read here")
+        raise ConfigError(f"{shown_path(path)} has a head of its own, which is not read here")
     shapes = _shapes(width, hidden, layers, heads, kv_heads, vocabulary)
     expected = sum(torch.Size(shape).numel() for shape in shapes.values()) + length * width // heads
     if len(content) != HEADER.size + 4 * expected:
@@ -87,16 +87,16 @@ class SentencePieces:
         self._numbers: dict[bytes, int] = {}
         for number, piece in enumerate(self._pieces):
             self._numbers.setdefault(piece, number)
-        self._words: dict[str, list[int]] = {}
+        self._merged_terms: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, which begins with one that says so."""
         tokens = [BEGIN]
         # No piece spans two words, so each word is merged by itself, and once.
         for word in re.findall(" [^ ]*", f" {text}"):
-            if word not in self._words:
-                self._words[word] = self._merged(word)
-            tokens += self._words[word]
+            if word not in self._merged_terms:
+                self._merged_terms[word] = self._merged(word)
+            tokens += self._merged_terms[word]
         return tokens
 
     def _merged(self, word: str) -> list[int]:
@@ -106,14 +106,14 @@ class SentencePieces:
             own = [byte + CONTROL for byte in character.encode()]
             tokens += own if number is None else [number]
         while True:
-            best, place, piece = float("-inf"), -1, -1
+            best, location, piece = float("-inf"), -1, -1
             for at, (left, right) in enumerate(pairwise(tokens)):
-                found = self._numbers.get(self._pieces[left] + self._pieces[right], -1)
-                if found >= 0 and self._scores[found] > best:
-                    best, place, piece = self._scores[found], at, found
-            if place < 0:
+                result = self._numbers.get(self._pieces[left] + self._pieces[right], -1)
+                if result >= 0 and self._scores[result] > best:
+                    best, location, piece = self._scores[result], at, result
+            if location < 0:
                 return tokens
-            tokens[place : place + 2] = [piece]
+            tokens[location : location + 2] = [piece]
 
 
 def _shapes(
@@ -164,10 +164,10 @@ def _content(path: Path) -> bytes:
     try:
         return read_plain(path)
     except OSError as error:
-        raise RecipeError(f"{shown_path(path)} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{shown_path(path)} cannot be read: {error.strerror}") from error
 
 
-def _damaged(path: Path) -> RecipeError:
-    return RecipeError(
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError(
         f"{shown_path(path)} is not in the first layout of llama2.c, or not all of it is there"
     )

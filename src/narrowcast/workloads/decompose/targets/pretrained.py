@@ -14,16 +14,20 @@ import torch
 
 from narrowcast.config.problems import shortened
 from narrowcast.config.workload import require_modules
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.workloads.decompose.targets import llama2c
-from narrowcast.workloads.decompose.targets.windows import Found, TokenWindows, read_windows
+from narrowcast.workloads.decompose.targets.windows import (
+    LanguageTarget,
+    TokenWindows,
+    read_windows,
+)
 
 _Loaded = TypeVar("_Loaded")
 
 
 def find_model(
     name: str, path: Path, *, text: Sequence[str], length: int, device: torch.device
-) -> Found:
+) -> LanguageTarget:
     """Return the model of a folder or file, in fp32, and the text as its tokenizer cuts it."""
     require_modules(["transformers"], of=f"model.path={name}", install="narrowcast[sft]")
     encode: Callable[[str], list[int]]
@@ -37,7 +41,7 @@ def find_model(
     config = model.config
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
-        raise RecipeError(
+        raise ConfigError(
             f"data.length={length}, and the positions of model.path={name} end at {positions}; "
             f"write data.length={positions}"
         )
@@ -50,7 +54,7 @@ def find_model(
         windows, digest = nothing, ""
     else:
         windows, digest = read_windows(text, encode, length=length, vocabulary=vocabulary)
-    return Found(
+    return LanguageTarget(
         model=model, output="logits", vocabulary=vocabulary, windows=windows, digest=digest
     )
 
@@ -70,7 +74,7 @@ def _of_transformers(
     else:
         folder, there = path, (path / "config.json").is_file()
     if not there:
-        raise RecipeError(
+        raise ConfigError(
             f"model.path={name} holds no model; give the folder of a run of lm, one with a "
             "config.json and .safetensors files as save_pretrained of transformers writes it, a "
             ".gguf file, or a folder of llama2.c"
@@ -90,7 +94,7 @@ def _of_transformers(
         name,
     )
     if lacking := sorted(info["missing_keys"]):
-        raise RecipeError(
+        raise ConfigError(
             f"model.path={name}: its files lack {lacking[0]}, which would be noise; give the "
             "folder of a whole model"
         )
@@ -112,7 +116,7 @@ def _tried(load: Callable[[], _Loaded], name: str) -> _Loaded:
             f"model.path={name} needs what is not installed: {_line(error)}"
         ) from error
     except Exception as error:  # whatever transformers makes of strange files
-        raise RecipeError(
+        raise ConfigError(
             f"model.path={name} cannot be loaded: {_line(error)}; give a folder that "
             "AutoModelForCausalLM.from_pretrained of transformers loads"
         ) from error

@@ -128,9 +128,9 @@ def resid_mlp_plan(layers: int) -> ToyPlan:
     def check(network: nn.Module, draw: Callable[[int], Tensor]) -> None:
         assert isinstance(network, ResidMLP)
         embedding = network.embedding
-        asked = probe.to(embedding.device).expand(len(embedding), -1, -1)
+        requested = probe.to(embedding.device).expand(len(embedding), -1, -1)
         check_features(
-            name, given=network(asked), wanted=network.wanted(asked), tolerance=TOLERANCE
+            name, inputs=network(requested), wanted=network.wanted(requested), tolerance=TOLERANCE
         )
 
     return ToyPlan(

@@ -91,8 +91,8 @@ def tms_plan(features: int, hidden: int, *, identity: bool = False) -> ToyPlan:
 
     def check(network: nn.Module, draw: Callable[[int], Tensor]) -> None:
         assert isinstance(network, TMS)
-        asked = probe.to(network.linear1.weight.device).expand(network.linear1.seeds, -1, -1)
-        check_features(name, given=network(asked), wanted=asked)
+        requested = probe.to(network.linear1.weight.device).expand(network.linear1.seeds, -1, -1)
+        check_features(name, inputs=network(requested), wanted=requested)
 
     return ToyPlan(
         name=name,

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, final
 import torch
 from torch import Generator, Tensor, nn
 
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.workloads.decompose.targets.pretrain import Pretraining, Trainable, pretrain
 
 
@@ -120,9 +120,9 @@ def make_toy(
         with torch.no_grad():
             try:
                 plan.check(network, own)
-            except RecipeError as error:
+            except ConfigError as error:
                 how = plan.pretraining
-                raise RecipeError(
+                raise ConfigError(
                     f"{error}. It was trained with model.pretrain_steps={how.steps} and "
                     f"model.pretrain_batch_size={how.batch_size}; write a larger one, or another "
                     "seed"
@@ -150,9 +150,9 @@ def _own_seed(seed: int) -> int:
 
 def _load(name: str, network: nn.Module, trained: Mapping[str, Tensor]) -> None:
     expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    found = {key: tuple(value.shape) for key, value in trained.items()}
-    if found != expected:
-        differing = sorted({key for key, _ in found.items() ^ expected.items()})
+    results = {key: tuple(value.shape) for key, value in trained.items()}
+    if results != expected:
+        differing = sorted({key for key, _ in results.items() ^ expected.items()})
         raise CheckpointError(
             f"the weights kept of target {name} are those of another network: "
             f"{', '.join(differing[:4])} differ; begin a new run"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.targets.induction import induction_plan
 from narrowcast.workloads.decompose.targets.resid_mlp import resid_mlp_plan
 from narrowcast.workloads.decompose.targets.tms import tms_plan
@@ -35,7 +35,7 @@ def toy_target(
 
     `steps` and `batch_size` are those of its training; none: what it is known to learn with.
     """
-    plan = plan_of(name)
+    plan = toy_plan(name)
     how = replace(
         plan.pretraining,
         steps=plan.pretraining.steps if steps is None else steps,
@@ -45,13 +45,13 @@ def toy_target(
     return make_toy(plan, seeds=seeds, seed=seed, device=device, trained=trained)
 
 
-def plan_of(name: str) -> ToyPlan:
+def toy_plan(name: str) -> ToyPlan:
     """Return how a toy network is made; nothing is made yet."""
-    if found := TMS_NAME.fullmatch(name):
-        features, hidden = int(found[1]), int(found[2])
-        return tms_plan(features, hidden, identity=found[3] is not None)
+    if result := TMS_NAME.fullmatch(name):
+        features, hidden = int(result[1]), int(result[2])
+        return tms_plan(features, hidden, identity=result[3] is not None)
     if name == "induction":
         return induction_plan()
-    if found := RESID_NAME.fullmatch(name):
-        return resid_mlp_plan(int(found[1]))
-    raise RecipeError(f"model.toy={name}: there is no such toy network; write {NAMES}")
+    if result := RESID_NAME.fullmatch(name):
+        return resid_mlp_plan(int(result[1]))
+    raise ConfigError(f"model.toy={name}: there is no such toy network; write {NAMES}")

@@ -12,39 +12,39 @@ from torch import nn
 
 from narrowcast.config import from_resolved
 from narrowcast.config.problems import shortened, shown_path
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.runs.folder import RESOLVED, RunFolder
 from narrowcast.training.checkpoints.export import tied_names
-from narrowcast.workloads.decompose.targets.windows import Found, InputWindows
+from narrowcast.workloads.decompose.targets.windows import InputWindows, LanguageTarget
 
 WEIGHTS = "model.safetensors"
 
 
 def find_run(
     name: str, path: Path, *, text: Sequence[str], length: int, device: torch.device
-) -> Found:
+) -> LanguageTarget:
     """Return what the run in a folder trained, with its weights, and text as its tokenizer cuts it.
 
     None is the text that it trained on.
     """
-    from narrowcast.workloads import build_task, sections_of
+    from narrowcast.workloads import build_task, workload_sections
 
     resolved = RunFolder.open(path, needs=(RESOLVED,)).read_json(RESOLVED)
     match resolved.get("workload"):
         case {"value": "lm"}:
             pass
         case {"value": str(other)}:
-            raise RecipeError(
+            raise ConfigError(
                 f"model.path={name} is a run of workload {other}, which is no language model that "
                 "can be decomposed; give a run of lm, or the folder of a model of transformers"
             )
         case _:
             raise CheckpointError(f"{shown_path(path / RESOLVED)} is damaged: it has no workload")
-    words = [f"data.length={length}"]
+    overrides = [f"data.length={length}"]
     if text:
-        _refuse_learnt_tokens(name, resolved)
-        words.append(f"data.text={json.dumps(list(text))}")
-    recipe = from_resolved(resolved, words, sections=sections_of).recipe
+        _check_tokens(name, resolved)
+        overrides.append(f"data.text={json.dumps(list(text))}")
+    recipe = from_resolved(resolved, overrides, sections=workload_sections).recipe
     on = device if device.type == "meta" else torch.device("cpu")
     task = build_task(recipe, device=on)
     if device.type != "meta":
@@ -52,7 +52,7 @@ def find_run(
     embedding = task.model.get_submodule("embed")
     assert isinstance(embedding, nn.Embedding)
     digest = "" if device.type == "meta" or task.data_digest is None else task.data_digest()
-    return Found(
+    return LanguageTarget(
         model=task.model,
         output=None,
         vocabulary=embedding.num_embeddings,
@@ -61,11 +61,11 @@ def find_run(
     )
 
 
-def _refuse_learnt_tokens(name: str, resolved: Mapping[str, Any]) -> None:
+def _check_tokens(name: str, resolved: Mapping[str, Any]) -> None:
     """Refuse other text where tokens were learnt from the run's own: they would be others."""
     match resolved.get("data.tokenizer"):
         case {"value": "bpe"}:
-            raise RecipeError(
+            raise ConfigError(
                 f"model.path={name} learnt its tokens from its own text, so it is decomposed on "
                 "that; leave data.text out"
             )
@@ -74,7 +74,7 @@ def _refuse_learnt_tokens(name: str, resolved: Mapping[str, Any]) -> None:
 def _load_run(path: Path, model: nn.Module) -> None:
     file = path / WEIGHTS
     if not file.is_file():
-        raise RecipeError(
+        raise ConfigError(
             f"{shown_path(file)} is not there: the run has not ended; narrowcast resume "
             f"{shown_path(path)}"
         )
@@ -83,10 +83,10 @@ def _load_run(path: Path, model: nn.Module) -> None:
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{shown_path(file)} is damaged: {error}") from error
     try:
-        found = model.load_state_dict(weights, strict=False)
+        result = model.load_state_dict(weights, strict=False)
     except RuntimeError as error:  # of other shapes
         raise CheckpointError(
             f"{shown_path(file)} is not of this run: {shortened(' '.join(str(error).split()), 300)}"
         ) from error
-    if lacking := sorted({*found.missing_keys} - tied_names(model)):
+    if lacking := sorted({*result.missing_keys} - tied_names(model)):
         raise CheckpointError(f"{shown_path(file)} lacks {lacking[0]}")

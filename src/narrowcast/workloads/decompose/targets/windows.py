@@ -13,10 +13,10 @@ from torch import Tensor
 
 from narrowcast.config.globs import matching
 from narrowcast.config.problems import shown_path
-from narrowcast.errors import RecipeError
-from narrowcast.plain_files import path_of, read_plain, status_of
+from narrowcast.errors import ConfigError
+from narrowcast.plain_files import expand_path, read_plain, stat_or_none
 from narrowcast.runs.environment import host_memory_bytes
-from narrowcast.training.checkpoints.data_identity import digest_of
+from narrowcast.training.checkpoints.data_identity import fingerprint
 
 COPIES = 8
 """Of a text that there may be at once: as bytes, as text, and as the tokens of either in lists."""
@@ -93,7 +93,7 @@ class ChosenWindows:
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Found:
+class LanguageTarget:
     """A language model as it was found, and the windows of its text."""
 
     model: Any
@@ -110,8 +110,8 @@ def split(windows: Numbered) -> tuple[ChosenWindows, ChosenWindows]:
     count = len(windows)
     every = min(HELD_OUT_EVERY, max(count, 1))
     held_out = range(every - 1, count, every)
-    kept = [number for number in range(count) if number % every != every - 1]
-    return ChosenWindows(windows, kept), ChosenWindows(windows, held_out)
+    stored = [number for number in range(count) if number % every != every - 1]
+    return ChosenWindows(windows, stored), ChosenWindows(windows, held_out)
 
 
 def read_windows(
@@ -124,17 +124,17 @@ def read_windows(
     tokens = np.asarray(encode(_text(sources)), dtype=np.int32)
     windows = TokenWindows(tokens, length)
     if len(windows) < 2:
-        raise RecipeError(
+        raise ConfigError(
             f"data.text has {len(tokens):,} tokens, which are {len(windows)} windows of "
             f"data.length={length}, and one is needed to decompose on and one to judge on; give "
             "more text, or a smaller data.length"
         )
     if (largest := int(tokens.max())) >= vocabulary:
-        raise RecipeError(
+        raise ConfigError(
             f"the tokenizer cuts data.text into tokens up to number {largest}, and the model knows "
             f"{vocabulary}; give the tokenizer it was trained with"
         )
-    return windows, digest_of(tokens)
+    return windows, fingerprint(tokens)
 
 
 def _text(sources: Sequence[str]) -> str:
@@ -145,27 +145,27 @@ def _text(sources: Sequence[str]) -> str:
             content = read_plain(path, most=room)
             texts.append(content.decode("utf-8-sig"))
         except OSError as error:
-            raise RecipeError(
+            raise ConfigError(
                 f"data.text: {shown_path(path)} cannot be read: {error.strerror}"
             ) from error
         except UnicodeDecodeError as error:
-            raise RecipeError(
+            raise ConfigError(
                 f"data.text: {shown_path(path)} is not UTF-8 text: byte "
                 f"{content[error.start]:#04x} at {error.start}"
             ) from error
         room -= len(content)
     if not any(text.strip() for text in texts):
-        raise RecipeError("data.text holds no text; write data.text=[FILE], paths or globs")
+        raise ConfigError("data.text holds no text; write data.text=[FILE], paths or globs")
     return "\n".join(texts)
 
 
 def _files(source: str) -> list[Path]:
-    path = path_of(source)
+    path = expand_path(source)
     try:
         # A path that exists is meant as it stands, whatever * or [ it contains.
-        found = [path] if status_of(path) is not None else matching(path)
+        matches = [path] if stat_or_none(path) is not None else matching(path)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"data.text: {shown_path(source)} cannot be read: {error}") from error
-    if not found:
-        raise RecipeError(f"data.text: {shown_path(source)}: no such file")
-    return found
+        raise ConfigError(f"data.text: {shown_path(source)} cannot be read: {error}") from error
+    if not matches:
+        raise ConfigError(f"data.text: {shown_path(source)}: no such file")
+    return matches

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from narrowcast.training.checkpoints.data_identity import digest_of
+from narrowcast.training.checkpoints.data_identity import fingerprint
 from narrowcast.workloads.genomics.data.rows import UNLABELLED, Numbers
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -112,4 +112,4 @@ class Examples:
         arrays = [each for part in ragged for each in (part.values, part.ends)]
         if isinstance(targets, np.ndarray):
             arrays.append(targets)
-        return digest_of(*arrays)
+        return fingerprint(*arrays)

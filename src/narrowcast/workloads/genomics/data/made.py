@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.data.rows import Numbers, Row
 from narrowcast.workloads.genomics.labels import TASK_LABELS
 from narrowcast.workloads.genomics.settings import MADE
@@ -44,7 +44,7 @@ def made_parts(task: str, function: str, alphabet: str, *, seed: int) -> dict[st
     """Return the sequences that a task is shown with, by what they are for."""
     proteins = task == "protein_function"
     if proteins is not (alphabet == "protein"):
-        raise RecipeError(
+        raise ConfigError(
             f"data.alphabet={alphabet}: the sequences that are made for {task} are "
             f"{'proteins; write protein' if proteins else 'DNA; write dna'}, or name a file of "
             "yours with data.path"
@@ -79,7 +79,9 @@ def _annotated(rng: np.random.Generator, part: str) -> list[Row]:
         add(_mutated(rng, PROMOTER, BASES, share=0.1), promoter)
         body = "".join(rng.choice(CODONS, int(rng.integers(40, 160))))
         add(f"ATG{body}{rng.choice(STOPS)}", gene)
-    return [Row(sequence="".join(pieces), letters=np.concatenate(labels), name="made", place=PLACE)]
+    return [
+        Row(sequence="".join(pieces), letters=np.concatenate(labels), name="made", location=PLACE)
+    ]
 
 
 def _variants(rng: np.random.Generator, part: str) -> list[Row]:
@@ -97,7 +99,7 @@ def _variants(rng: np.random.Generator, part: str) -> list[Row]:
         rows.append(
             Row(
                 sequence=sequence, alternative=alternative, label=classes[effect],
-                name=f"{at + 1}{sequence[at]}>{other}", place=f"{PLACE}, row {number + 1}",
+                name=f"{at + 1}{sequence[at]}>{other}", location=f"{PLACE}, row {number + 1}",
             )
         )  # fmt: skip
     return rows
@@ -118,7 +120,7 @@ def _proteins(rng: np.random.Generator, function: str, *, count: int) -> list[Ro
         rows.append(
             Row(
                 sequence=text, label=classes[kind], name=f"protein{number + 1}",
-                place=f"{PLACE}, row {number + 1}",
+                location=f"{PLACE}, row {number + 1}",
             )
         )  # fmt: skip
     return rows
@@ -134,7 +136,7 @@ def _genome(rng: np.random.Generator, part: str) -> list[Row]:
         letter = bisect_left(sums[state], drawn)
         letters.append(BASES[letter])
         state = (state * 4 + letter) % len(table)
-    return [Row(sequence="".join(letters), name="made", place=PLACE)]
+    return [Row(sequence="".join(letters), name="made", location=PLACE)]
 
 
 def markov_entropy() -> float:
@@ -173,7 +175,7 @@ def _domains(rng: np.random.Generator, part: str) -> list[Row]:
         rows.append(
             Row(
                 sequence=text, label=("other", "site")[label], name=f"{part} {number + 1}",
-                place=f"{PLACE}, {part}, row {number + 1}",
+                location=f"{PLACE}, {part}, row {number + 1}",
             )
         )  # fmt: skip
     return rows

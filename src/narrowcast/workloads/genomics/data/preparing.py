@@ -8,7 +8,7 @@ from typing import TypeAlias, final
 import numpy as np
 
 from narrowcast.config.problems import shortened as shortened_text
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.data import made
 from narrowcast.workloads.genomics.data.cutting import (
     both_strands,
@@ -23,10 +23,10 @@ from narrowcast.workloads.genomics.data.rows import (
     UNLABELLED,
     Row,
     class_numbers,
-    classes_of,
+    collect_classes,
     label_table,
-    names_of,
-    values_of,
+    row_classes,
+    row_values,
 )
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS
 from narrowcast.workloads.genomics.sequences.labels import token_labels
@@ -61,13 +61,13 @@ class Examined:
 
 def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
     """Read or make the rows of a recipe, and split and cut them."""
-    _refuse_unused(data, objective)
+    _check_unused(data, objective)
     skipped = Skipped()
     parts = _split(data, objective, seed=seed, skipped=skipped)
     _check_different(parts, data)
     notes = [skipped.note] if skipped.note else []
     notes += [*_leave_out_judged(parts), *_shared_sites(parts)]
-    _refuse_mixed_pairs(parts)
+    _check_pairs(parts)
     classes = _classes(parts, objective)
     if data.path != MADE and classes:
         notes += _one_sided(parts, classes, objective)
@@ -79,7 +79,7 @@ def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
     for part, what in (("train", "to learn"), ("validation", "to judge on")):
         if not parts[part]:
             shorter = ", or write a smaller data.max_length" if objective.reads_genomes else ""
-            raise RecipeError(
+            raise ConfigError(
                 f"data.path={data.path}: there are no sequences {what}; give more{shorter}"
             )
     if data.path == MADE and objective.task == "generation":
@@ -91,16 +91,16 @@ def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
     return Examined(parts=parts, classes=classes, notes=tuple(notes))
 
 
-def _refuse_unused(data: GenomicData, objective: Objective) -> None:
+def _check_unused(data: GenomicData, objective: Objective) -> None:
     """Refuse settings that the task would not look at."""
     for name, tasks in SETTINGS_OF.items():
         if getattr(data, name) and objective.task not in tasks:
-            raise RecipeError(
+            raise ConfigError(
                 f"data.{name}={getattr(data, name)}: objective.task={objective.task} has no use "
                 f"for it, only {' and '.join(tasks)}; leave it out"
             )
     if data.path == MADE and objective.labels:
-        raise RecipeError(
+        raise ConfigError(
             "objective.labels: made sequences have classes of their own; leave it out, or name a "
             "file of yours with data.path"
         )
@@ -134,7 +134,7 @@ def _check_different(parts: Parts, data: GenomicData) -> None:
     """Raise for sequences that are all the same: they cannot be split, or judged unseen."""
     rows = [*parts["train"], *parts["validation"]]
     if len(rows) > 1 and len({(row.sequence, row.alternative) for row in rows}) == 1:
-        raise RecipeError(
+        raise ConfigError(
             f"data.path={data.path}: all {len(rows):,} sequences are the same, got "
             f"{shortened_text(rows[0].sequence)}. Give different sequences, or check which column "
             "data.sequence names"
@@ -149,8 +149,9 @@ def _leave_out_unknown(parts: Parts, data: GenomicData) -> Iterator[str]:
         parts[part] = [row for row in rows if (row.sequence + row.alternative).strip(unknown)]
         dropped += len(rows) - len(parts[part])
         if rows and not parts[part]:
-            raise RecipeError(
-                f"{rows[0].place}: no sequence to {_PURPOSES.get(part, part)} has a letter other "
+            raise ConfigError(
+                f"{rows[0].location}: no sequence to {_PURPOSES.get(part, part)} has a letter "
+                "other "
                 f"than {unknown}, which is unknown. Give sequences with known letters"
             )
     if dropped:
@@ -164,9 +165,9 @@ def _leave_out_judged(parts: Parts) -> Iterator[str]:
     """Leave out what is judged on from what is learnt; yield how much that was."""
     judged = [row for part in ("validation", "test") for row in parts.get(part, ())]
     for part, what in (("train", "to learn"), ("source", "of the source domain")):
-        kept = without(parts.get(part, []), judged)
-        if dropped := len(parts.get(part, [])) - len(kept):
-            parts[part] = kept
+        stored = without(parts.get(part, []), judged)
+        if dropped := len(parts.get(part, [])) - len(stored):
+            parts[part] = stored
             yield f"{dropped:,} sequences {what} are also judged on, and left out"
 
 
@@ -191,13 +192,14 @@ def _at_odds(parts: Parts, objective: Objective) -> Iterator[str]:
         yield f"{count:,} sequences are there with several classes, of which one at most is found"
 
 
-def _refuse_mixed_pairs(parts: Parts) -> None:
+def _check_pairs(parts: Parts) -> None:
     """Refuse that some rows have a sequence with a variant and some have none."""
     every = [row for part in parts.values() for row in part]
     alone = [row for row in every if not row.alternative]
     if alone and len(alone) < len(every):
-        raise RecipeError(
-            f"{alone[0].place} has no sequence with a variant, and others have one; give each one, "
+        raise ConfigError(
+            f"{alone[0].location} has no sequence with a variant, and others have one; give each "
+            "one, "
             "or name the column with data.alternative"
         )
 
@@ -212,7 +214,7 @@ def _classes(parts: Parts, objective: Objective) -> tuple[str, ...]:
     if objective.labels or objective.reads_genomes:
         return objective.known_labels
     every = [row for part in parts.values() for row in part]
-    return classes_of(every, objective.known_labels, several=objective.target == "labels")
+    return collect_classes(every, objective.known_labels, several=objective.target == "labels")
 
 
 def _one_sided(parts: Parts, classes: Sequence[str], objective: Objective) -> Iterator[str]:
@@ -224,10 +226,10 @@ def _one_sided(parts: Parts, classes: Sequence[str], objective: Objective) -> It
     def has(part: str) -> set[str]:
         rows = parts.get(part, [])
         if objective.task == "annotation":
-            known = {int(each) for row in rows for each in np.unique(_letters_of(row))}
+            known = {int(each) for row in rows for each in np.unique(_row_letters(row))}
             return {classes[number] for number in known if number != UNLABELLED}
         several = objective.target == "labels"
-        return {name for row in rows for name in names_of(row, several=several)}
+        return {name for row in rows for name in row_classes(row, several=several)}
 
     what = "letter" if objective.task == "annotation" else "sequence"
     learnt, judged = has("train"), has("validation")
@@ -246,7 +248,7 @@ def _listed(names: Sequence[str]) -> str:
     return shortened_text(", ".join(names), 200)
 
 
-def _letters_of(row: Row) -> np.ndarray:
+def _row_letters(row: Row) -> np.ndarray:
     assert row.letters is not None  # whoever reads or makes genomes labels them
     return row.letters
 
@@ -279,15 +281,15 @@ def as_examples(
     match objective.task, objective.target:
         case "generation", _:
             if not any((ids[1:] != tokenizer.unknown_id).any() for ids in tokens):
-                raise RecipeError(
-                    f"{rows[0].place}: no sequence has a known token after its first, so that "
+                raise ConfigError(
+                    f"{rows[0].location}: no sequence has a known token after its first, so that "
                     "nothing can be foretold; write a larger data.max_length, or give longer ones"
                 )
             targets = None
         case "annotation", _:
             targets = _letters(rows, tokens, tokenizer)
         case _, "value":
-            targets = values_of(rows)
+            targets = row_values(rows)
         case _, "labels":
             targets = label_table(rows, classes)
         case _:
@@ -306,5 +308,5 @@ def _letters(rows: Sequence[Row], tokens: Sequence[np.ndarray], tokenizer: Token
     """Lay the classes of letters on tokens: a token has the class of its middle letter."""
     out = []
     for row, ids in zip(rows, tokens, strict=True):
-        out.append(token_labels(_letters_of(row), tokenizer.spans_of(ids)).astype(np.int16))
+        out.append(token_labels(_row_letters(row), tokenizer.token_spans(ids)).astype(np.int16))
     return Ragged.joined(out, np.int16)  # no more than MOST_CLASSES

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.config.problems import shortened, shown_path
-from narrowcast.errors import RecipeError
-from narrowcast.plain_files import path_of
+from narrowcast.errors import ConfigError
+from narrowcast.plain_files import expand_path
 from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS
 from narrowcast.workloads.genomics.sequences.features import Feature
@@ -33,14 +33,14 @@ def read_rows(
 
     Records that are no variants are counted in `skipped`.
     """
-    path = path_of(name)
+    path = expand_path(name)
     match objective.task:
         case "generation":
             return [_row(record) for record in _records(path, data)]
         case "annotation":
             return list(_annotated(path, data, objective.known_labels))
         case "variant_effect" if data.reference:
-            return list(_beside_reference(path, data, skipped))
+            return list(_variant_windows(path, data, skipped))
         case "variant_effect":
             return [_pair(record, data) for record in _records(path, data)]
         case _:
@@ -52,13 +52,13 @@ def _records(path: Path, data: GenomicData) -> Iterator[Record]:
     alphabet, columns = ALPHABETS[data.alphabet], (data.sequence,)
     for record in read_records(path, alphabet=alphabet, strict=data.strict, sequences=columns):
         if not record.sequence:
-            raise RecipeError(f"{record.place} has a sequence without letters; leave it out")
+            raise ConfigError(f"{record.location} has a sequence without letters; leave it out")
         yield record
 
 
 def _row(record: Record, *, label: str = "") -> Row:
     name = record.name or f"{record.number}"
-    return Row(sequence=record.sequence, label=label, name=name, place=record.place)
+    return Row(sequence=record.sequence, label=label, name=name, location=record.location)
 
 
 def _label(at: Record | Variant, data: GenomicData) -> str:
@@ -66,17 +66,17 @@ def _label(at: Record | Variant, data: GenomicData) -> str:
     fields = {**at.fields, **at.fields.get("INFO", {})}  # the latter is where a VCF has them
     label = fields.get(data.label)
     if (label is None and data.label in fields) or label == "" or _is_missing(at, label):
-        raise RecipeError(
-            f"{at.place}: its label {data.label!r} is empty; leave out rows without one, or, of "
+        raise ConfigError(
+            f"{at.location}: its label {data.label!r} is empty; leave out rows without one, or, of "
             "several labels (objective.target=labels), write ; for none"
         )
     if label is None:
         columns = shortened(", ".join(fields) or "no columns beside the sequence", 200)
-        raise RecipeError(
-            f"{at.place} has no label {data.label!r}: there are {columns}; name the column with "
+        raise ConfigError(
+            f"{at.location} has no label {data.label!r}: there are {columns}; name the column with "
             "data.label, and leave out rows without one"
         )
-    return _text(label, at.place)
+    return _text(label, at.location)
 
 
 def _is_missing(at: Record | Variant, label: Any) -> bool:
@@ -84,7 +84,7 @@ def _is_missing(at: Record | Variant, label: Any) -> bool:
     return label == "." and isinstance(at, Variant)
 
 
-def _text(label: Any, place: str) -> str:
+def _text(label: Any, location: str) -> str:
     """Write a label as text; of JSON, 1.0 and 1 and true are numbers, and lists are several."""
     match label:
         case str():
@@ -94,9 +94,10 @@ def _text(label: Any, place: str) -> str:
         case float() if math.isfinite(label):
             return str(int(label)) if label.is_integer() else str(label)
         case list():
-            return ";".join(_text(each, place) for each in label)
-    raise RecipeError(
-        f"{place}: its label is {shortened(repr(label))}; write a text, a finite number, or a list "
+            return ";".join(_text(each, location) for each in label)
+    raise ConfigError(
+        f"{location}: its label is {shortened(repr(label))}; write a text, a finite number, or a "
+        "list "
         "of such"
     )
 
@@ -107,7 +108,7 @@ def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterato
     # The first class is what lies between features.
     numbers = {name: number for number, name in enumerate(classes) if number}
     kinds: set[str] = set()
-    found = False
+    result = False
     for record in _records(path, data):
         if data.label in record.fields:
             letters = letter_labels(record, data.label, classes)
@@ -117,20 +118,21 @@ def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterato
                 lying,
                 numbers,
                 circular=bool(record.fields.get("circular", False)),
-                place=record.place,
+                location=record.location,
             )
             kinds |= {feature.kind for feature in lying}
         else:
-            raise RecipeError(
-                f"{record.place} has neither a column {data.label!r} nor features; give a GenBank "
+            raise ConfigError(
+                f"{record.location} has neither a column {data.label!r} nor features; give a "
+                "GenBank "
                 "file, a GFF of its features with data.features, or a table with classes of letters"
             )
-        found = found or bool((letters > 0).any())
+        result = result or bool((letters > 0).any())
         yield replace(_row(record), letters=letters)
-    if kinds and not found:
-        where = shown_path(path_of(data.features) if data.features else path)
+    if kinds and not result:
+        where = shown_path(expand_path(data.features) if data.features else path)
         wanted, there = (shortened(", ".join(each), 200) for each in (numbers, sorted(kinds)))
-        raise RecipeError(
+        raise ConfigError(
             f"{where} has no feature of {wanted}; it has {there}: "
             "name some of them with objective.labels, after the class of what lies between"
         )
@@ -143,9 +145,9 @@ def _lying_on(
     if features is None:
         return record.features
     if record.name not in features:
-        raise RecipeError(
-            f"{record.place}: {shortened(record.name)!r} has no feature in "
-            f"{shown_path(path_of(data.features))}, which has them on "
+        raise ConfigError(
+            f"{record.location}: {shortened(record.name)!r} has no feature in "
+            f"{shown_path(expand_path(data.features))}, which has them on "
             f"{shortened(', '.join(features) or 'no sequence', 200)}; call a sequence alike in "
             "both, and leave out those without features"
         )
@@ -157,7 +159,7 @@ def _features(data: GenomicData) -> dict[str, list[Feature]] | None:
     if not data.features:
         return None
     by_record: dict[str, list[Feature]] = {}
-    for feature in read_features(path_of(data.features)):
+    for feature in read_features(expand_path(data.features)):
         by_record.setdefault(feature.record, []).append(feature)
     return by_record
 
@@ -169,13 +171,13 @@ def _pair(record: Record, data: GenomicData) -> Row:
     if other is None:
         return row
     alphabet = ALPHABETS[data.alphabet]
-    cleaned = alphabet.clean(str(other), strict=data.strict, place=record.place)
+    cleaned = alphabet.clean(str(other), strict=data.strict, location=record.location)
     return replace(row, alternative=cleaned.sequence)
 
 
-def _beside_reference(path: Path, data: GenomicData, skipped: Skipped | None) -> Iterator[Row]:
+def _variant_windows(path: Path, data: GenomicData, skipped: Skipped | None) -> Iterator[Row]:
     """Yield the surroundings of variants, without and with them."""
-    reference = Reference.read(path_of(data.reference))
+    reference = Reference.read(expand_path(data.reference))
     columns = VariantColumns(position=data.position)
     variants = read_variants(path, columns, skipped=skipped)
     for pair in variant_pairs(variants, reference, data.max_length):
@@ -184,7 +186,7 @@ def _beside_reference(path: Path, data: GenomicData, skipped: Skipped | None) ->
             sequence=pair.reference,
             alternative=pair.alternative,
             label=_label(variant, data),
-            site=f"{reference.contig_of(variant).chrom}:{variant.position}",
+            site=f"{reference.find_contig(variant).chrom}:{variant.position}",
             name=f"{variant.chrom}:{variant.position}{variant.reference}>{variant.alternative}",
-            place=variant.place,
+            location=variant.location,
         )

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrowcast.config.limits import LARGEST_FP32
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.labels import MOST_CLASSES
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
@@ -34,7 +34,7 @@ class Row:
     name: str = ""
     start: int = 0
     """Letters of its record before its first."""
-    place: str = ""
+    location: str = ""
     """File and record, for messages."""
 
     @property
@@ -43,25 +43,25 @@ class Row:
         return f"{self.name}:{self.start + 1}" if self.start else self.name
 
 
-def classes_of(rows: Sequence[Row], known: Sequence[str], *, several: bool) -> tuple[str, ...]:
+def collect_classes(rows: Sequence[Row], known: Sequence[str], *, several: bool) -> tuple[str, ...]:
     """Return the classes of `rows`: the known ones where they hold all, else those found, in order.
 
     Numbers are in the order of numbers, else it is alphabetical.
     """
-    found = {name for row in rows for name in names_of(row, several=several)}
-    if found <= set(known):
+    matches = {name for row in rows for name in row_classes(row, several=several)}
+    if matches <= set(known):
         return tuple(known)
-    if len(found) > MOST_CLASSES:
-        raise RecipeError(
-            f"there are {len(found):,} classes, and {MOST_CLASSES:,} are the most; numbers are "
+    if len(matches) > MOST_CLASSES:
+        raise ConfigError(
+            f"there are {len(matches):,} classes, and {MOST_CLASSES:,} are the most; numbers are "
             "predicted with objective.target=value, and other columns named with data.label"
         )
-    if all(name.isdecimal() for name in found):
-        return tuple(sorted(found, key=lambda name: (int(name), name)))
-    return tuple(sorted(found))
+    if all(name.isdecimal() for name in matches):
+        return tuple(sorted(matches, key=lambda name: (int(name), name)))
+    return tuple(sorted(matches))
 
 
-def names_of(row: Row, *, several: bool) -> list[str]:
+def row_classes(row: Row, *, several: bool) -> list[str]:
     """Return the classes of a row."""
     if not several:
         return [row.label]
@@ -71,47 +71,47 @@ def names_of(row: Row, *, several: bool) -> list[str]:
 def class_numbers(rows: Sequence[Row], classes: Sequence[str]) -> Numbers:
     """Return the class of each row by number; refuse one that is not among them."""
     numbers = {name: number for number, name in enumerate(classes)}
-    _refuse_unknown([(row, row.label) for row in rows if row.label not in numbers], classes)
+    _check_known([(row, row.label) for row in rows if row.label not in numbers], classes)
     return np.array([numbers[row.label] for row in rows], dtype=np.int64)
 
 
 def label_table(rows: Sequence[Row], classes: Sequence[str]) -> npt.NDArray[np.float32]:
     """Return for each row which labels it has, (rows, classes)."""
     numbers = {name: number for number, name in enumerate(classes)}
-    named = [(row, name) for row in rows for name in names_of(row, several=True)]
-    _refuse_unknown([(row, name) for row, name in named if name not in numbers], classes)
+    named = [(row, name) for row in rows for name in row_classes(row, several=True)]
+    _check_known([(row, name) for row, name in named if name not in numbers], classes)
     table = np.zeros((len(rows), len(classes)), dtype=np.float32)
     for at, row in enumerate(rows):
-        table[at, [numbers[name] for name in names_of(row, several=True)]] = 1
+        table[at, [numbers[name] for name in row_classes(row, several=True)]] = 1
     return table
 
 
-def values_of(rows: Sequence[Row]) -> npt.NDArray[np.float32]:
+def row_values(rows: Sequence[Row]) -> npt.NDArray[np.float32]:
     """Return the number of each row; refuse a label that is none."""
     values = np.empty(len(rows), dtype=np.float32)
     for at, row in enumerate(rows):
         try:
             value = float(row.label)
         except ValueError as error:
-            raise RecipeError(
-                f"{row.place}: its label {row.label!r:.40} is no number; write "
+            raise ConfigError(
+                f"{row.location}: its label {row.label!r:.40} is no number; write "
                 "objective.target=class, or name another column with data.label"
             ) from error
         if not abs(value) <= LARGEST_FP32:
-            raise RecipeError(
-                f"{row.place}: its label {row.label!r:.40} is not finite in fp32; leave it out"
+            raise ConfigError(
+                f"{row.location}: its label {row.label!r:.40} is not finite in fp32; leave it out"
             )
         values[at] = value
     return values
 
 
-def _refuse_unknown(strange: Sequence[tuple[Row, str]], classes: Sequence[str]) -> None:
+def _check_known(strange: Sequence[tuple[Row, str]], classes: Sequence[str]) -> None:
     if not strange:
         return
     row, name = strange[0]
     shown = ", ".join(classes[:12]) + (", …" if len(classes) > 12 else "")
-    raise RecipeError(
-        f"{row.place}: class {name!r:.60} is not among {shown}"
+    raise ConfigError(
+        f"{row.location}: class {name!r:.60} is not among {shown}"
         f"{f' (and {len(strange) - 1} rows more like it)' if len(strange) > 1 else ''}; name all "
         "classes with objective.labels, or mend the file"
     )

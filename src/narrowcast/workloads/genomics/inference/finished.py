@@ -10,18 +10,23 @@ import torch
 from torch import Tensor
 
 from narrowcast.config.problems import shown_path
-from narrowcast.errors import CheckpointError, DivergedError, RecipeError, UnsupportedError
-from narrowcast.hardware import probe
+from narrowcast.errors import CheckpointError, ConfigError, DivergedError, UnsupportedError
+from narrowcast.hardware import detect_hardware
 from narrowcast.precision.plan.presets import PRESETS, policy_from
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.workloads.genomics.build import network_of
+from narrowcast.workloads.genomics.build import make_network
 from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged
 from narrowcast.workloads.genomics.data.rows import Row
-from narrowcast.workloads.genomics.kept import Kept, load_into, read_kept, read_weights
 from narrowcast.workloads.genomics.network import Network
+from narrowcast.workloads.genomics.network_info import (
+    NetworkInfo,
+    load_into,
+    read_network_info,
+    read_weights,
+)
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS, Alphabet
-from narrowcast.workloads.genomics.sequences.tokenizers import Ids, Tokenizer, tokenizer_of
+from narrowcast.workloads.genomics.sequences.tokenizers import Ids, Tokenizer, make_tokenizer
 from narrowcast.workloads.genomics.source import on
 from narrowcast.workloads.genomics.targets import (
     EveryLetter,
@@ -40,7 +45,7 @@ class Finished:
 
     name: str
     """The folder, as it was named."""
-    kept: Kept
+    info: NetworkInfo
     tokenizer: Tokenizer
     target: Target
     network: Network
@@ -53,9 +58,9 @@ class Finished:
         """The letters it learnt."""
         return self.tokenizer.alphabet
 
-    def compute(self) -> AbstractContextManager[object]:
+    def autocast(self) -> AbstractContextManager[object]:
         """Let products be in the formats that were asked for."""
-        return nullcontext() if self.prepared is None else self.prepared.compute()
+        return nullcontext() if self.prepared is None else self.prepared.autocast()
 
     def answers(self, rows: Sequence[Row]) -> tuple[Tensor, list[Ids]]:
         """Return what the network makes of rows, in fp32 on the CPU, and the tokens of each.
@@ -68,20 +73,20 @@ class Finished:
             alternatives=Ragged.joined(
                 [self.tokenizer.encode(row.alternative) for row in rows], np.int64
             )
-            if self.kept.pairs
+            if self.info.pairs
             else None,
             targets=None,
             padding=self.tokenizer.pad_id,
         )
-        return self.asked(examples.__getitems__(list(range(len(rows)))), rows), tokens
+        return self.predict_batch(examples.__getitems__(list(range(len(rows)))), rows), tokens
 
-    def asked(self, batch: Batch, rows: Sequence[Row]) -> Tensor:
+    def predict_batch(self, batch: Batch, rows: Sequence[Row]) -> Tensor:
         """Return what the network makes of a batch; refuse what is no number."""
         there = on(self.device, batch)
         try:
-            with torch.no_grad(), self.compute():
-                found = self.network(there["tokens"], there["mask"], there.get("alternative"))
-            answer: Tensor = found.float().cpu()
+            with torch.no_grad(), self.autocast():
+                result = self.network(there["tokens"], there["mask"], there.get("alternative"))
+            answer: Tensor = result.float().cpu()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -94,7 +99,8 @@ class Finished:
         if not finite.all():
             row = rows[int((~finite).nonzero()[0, 0])]
             raise DivergedError(
-                f"{row.place}: the network answers NaN or infinity; write --policy fp32, or take "
+                f"{row.location}: the network answers NaN or infinity; write --policy fp32, or "
+                "take "
                 "an earlier checkpoint"
             )
         return answer
@@ -102,36 +108,40 @@ class Finished:
 
 def finished(name: str, *, device: str = "auto", policy: str = "fp32") -> Finished:
     """Read the folder of a finished run."""
-    asked = policy_from(policy)
-    place = torch.device(probe(device).device)
-    kept, folder = read_kept(name)
-    tokenizer = tokenizer_of(kept.tokenizer, ALPHABETS[kept.alphabet], kept.kmer, kept.overlap)
-    if tokenizer.vocab_size != kept.config.vocab_size:
+    requested = policy_from(policy)
+    location = torch.device(detect_hardware(device).device)
+    stored, folder = read_network_info(name)
+    tokenizer = make_tokenizer(
+        stored.tokenizer, ALPHABETS[stored.alphabet], stored.kmer, stored.overlap
+    )
+    if tokenizer.vocab_size != stored.config.vocab_size:
         raise CheckpointError(
             f"{shown_path(folder)}: its tokens are {tokenizer.vocab_size}, and the network has "
-            f"{kept.config.vocab_size}; genomics.json is damaged, put it back from a copy"
+            f"{stored.config.vocab_size}; genomics.json is damaged, put it back from a copy"
         )
-    target = _target(kept, tokenizer)
+    target = _target(stored, tokenizer)
     weights = read_weights(folder)
     # Shapes first, which take no memory: what a damaged file says may be of any size.
     load_into(
-        network_of(kept, tokenizer, target, seed=0, device=torch.device("meta")), weights, head=True
+        make_network(stored, tokenizer, target, seed=0, device=torch.device("meta")),
+        weights,
+        head=True,
     )
-    network = network_of(kept, tokenizer, target, seed=0, device=place)
+    network = make_network(stored, tokenizer, target, seed=0, device=location)
     load_into(network, weights, head=True)
     network.eval()
     prepared = None
-    if asked != PRESETS["fp32"]:
+    if requested != PRESETS["fp32"]:
         # A policy is of training, so there is an optimizer; nothing moves it.
         idle = torch.optim.SGD(network.parameters(), lr=0.0)
-        prepared = prepare(network, idle, policy=asked, meter_every=0)
+        prepared = prepare(network, idle, policy=requested, lost_updates_every=0)
     return Finished(
         name=name,
-        kept=kept,
+        info=stored,
         tokenizer=tokenizer,
         target=target,
         network=network,
-        device=place,
+        device=location,
         prepared=prepared,
     )
 
@@ -144,18 +154,18 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def require_target(run: Finished, *, writes: bool, instead: str) -> None:
     """Refuse a run that was trained for something else than what is asked of it."""
     if isinstance(run.target, NextToken) != writes:
-        raise RecipeError(f"{run.name} was trained for {run.kept.task}; {instead}")
+        raise ConfigError(f"{run.name} was trained for {run.info.task}; {instead}")
 
 
-def _target(kept: Kept, tokenizer: Tokenizer) -> Target:
-    match kept.task, kept.target:
+def _target(saved: NetworkInfo, tokenizer: Tokenizer) -> Target:
+    match saved.task, saved.target:
         case "generation", _:
             return NextToken(vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown_id)
         case "annotation", _:
-            return EveryLetter(classes=kept.classes)
+            return EveryLetter(classes=saved.classes)
         case _, "value":
-            return Value(centre=kept.centre, spread=kept.spread)
+            return Value(centre=saved.centre, spread=saved.spread)
         case _, "labels":
-            return Labels(classes=kept.classes)
+            return Labels(classes=saved.classes)
         case _:
-            return OneClass(classes=kept.classes)
+            return OneClass(classes=saved.classes)

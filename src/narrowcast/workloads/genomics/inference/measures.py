@@ -6,7 +6,7 @@ from typing import Any, final
 
 import numpy as np
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics import metrics
 from narrowcast.workloads.genomics.sequences.readers.vcf import Variant
 
@@ -24,8 +24,9 @@ class Labelled:
         """Take a variant; one without a label is counted."""
         label = _label(variant.fields, self._column)
         if label is None:
-            raise RecipeError(
-                f"{variant.place} has no column {self._column}; it has {_columns(variant.fields)}"
+            raise ConfigError(
+                f"{variant.location} has no column {self._column}; it has "
+                f"{_columns(variant.fields)}"
             )
         if label in ("", "."):
             self._without += 1
@@ -37,7 +38,7 @@ class Labelled:
         """Return what is to be said; refuse labels that scores cannot be held against."""
         scores, values = np.array(self._scores), _numbers(self._labels)
         missing = f", {self._without:,} without a label" if self._without else ""
-        positive = self._told_apart(values)
+        positive = self._positive_label(values)
         if positive is None:
             spearman = metrics.of_values(values, scores)["spearman"]
             return [f"{len(scores):,} variants{missing}", f"Spearman {spearman:.4f}"]
@@ -52,19 +53,19 @@ class Labelled:
             f"Spearman {spearman:.4f}",
         ]
 
-    def refuse_unfit(self, variants: Iterable[Variant]) -> None:
+    def check_labels(self, variants: Iterable[Variant]) -> None:
         """Refuse labels that scores cannot be held against, before any is computed."""
         beforehand = Labelled(self._column, self._positive)
         for variant in variants:
             beforehand.add(variant, 0.0)
-        beforehand._told_apart(_numbers(beforehand._labels))
+        beforehand._positive_label(_numbers(beforehand._labels))
 
-    def _told_apart(self, values: Any) -> str | None:
+    def _positive_label(self, values: Any) -> str | None:
         """Return the label that high scores are to have; None where labels are numbers."""
         kinds = sorted(set(self._labels))
         if len(kinds) < 2:
             what = f"all labels are {kinds[0]!r}" if kinds else "no variant has a label"
-            raise RecipeError(
+            raise ConfigError(
                 f"--labels {self._column}: {what}; there is nothing to tell apart: name another "
                 "column, or leave --labels out"
             )
@@ -76,13 +77,13 @@ class Labelled:
         """Return the label that high scores are to have."""
         if self._positive is not None:
             if self._positive not in kinds:
-                raise RecipeError(
+                raise ConfigError(
                     f"--positive {self._positive}: {self._column} has {', '.join(kinds[:12])}; "
                     "write one of them"
                 )
             return self._positive
         if len(kinds) > 2:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self._column} has {len(kinds)} classes: {', '.join(kinds[:12])}; name the one "
                 "that high scores are to have with --positive"
             )

@@ -21,7 +21,7 @@ class Prediction(NamedTuple):
     """What is predicted of a record."""
 
     name: str
-    found: Numbers
+    values: Numbers
     """Chances, (classes,); a value, (1,); or chances along the record, (letters, classes)."""
 
 
@@ -30,12 +30,12 @@ def predictions(run: Finished, rows: Iterable[Row], *, batch_size: int) -> Itera
     for batch in batched(rows, batch_size):
         answers, _ = run.answers(batch)
         if isinstance(run.target, Value):
-            found = answers.double() * run.target.spread + run.target.centre
+            result = answers.double() * run.target.spread + run.target.centre
         elif isinstance(run.target, Labels):
-            found = answers.double().sigmoid()
+            result = answers.double().sigmoid()
         else:
-            found = answers.double().softmax(-1)
-        yield from map(Prediction, (row.name for row in batch), found.numpy())
+            result = answers.double().softmax(-1)
+        yield from map(Prediction, (row.name for row in batch), result.numpy())
 
 
 def letter_predictions(
@@ -48,10 +48,12 @@ def letter_predictions(
     pieces = (
         (number, row.name, window)
         for number, row in enumerate(rows)
-        for window in windows([row], run.kept.max_length, None)
+        for window in windows([row], run.info.max_length, None)
     )
-    for (_, name), found in groupby(_of_windows(run, pieces, batch_size), key=lambda each: each[0]):
-        yield Prediction(name, np.concatenate([chances for _, chances in found]))
+    for (_, name), matched in groupby(
+        _of_windows(run, pieces, batch_size), key=lambda each: each[0]
+    ):
+        yield Prediction(name, np.concatenate([chances for _, chances in matched]))
 
 
 def _of_windows(
@@ -63,7 +65,7 @@ def _of_windows(
         chances = answers.double().softmax(-1).numpy()
         for at, (number, name, window) in enumerate(batch):
             own = chances[at, : len(tokens[at])]
-            spans = run.tokenizer.spans_of(tokens[at])
+            spans = run.tokenizer.token_spans(tokens[at])
             yield (number, name), base_values(own, spans, len(window.sequence))
 
 
@@ -86,9 +88,9 @@ class Interval(NamedTuple):
     """The mean of its letters."""
 
 
-def intervals(found: Numbers) -> Iterator[Interval]:
+def intervals(result: Numbers) -> Iterator[Interval]:
     """Yield the stretches of one class, whichever is likeliest at each letter."""
-    kinds, chances = found.argmax(-1), found.max(-1)
+    kinds, chances = result.argmax(-1), result.max(-1)
     starts = np.flatnonzero(np.diff(kinds, prepend=-1))
     for start, end in zip(starts, [*starts[1:], len(kinds)], strict=True):
         mean = float(chances[start:end].mean())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import final
 
 from narrowcast.config.problems import shown_path
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.data.cutting import shortened
 from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.inference.finished import Finished
@@ -48,9 +48,9 @@ class Reader:
 
     def rows(self, path: Path, reference: Path | None) -> Iterator[Row]:
         """Yield sequences, or pairs where the run was trained on pairs, as long as it takes."""
-        if not self._run.kept.pairs:
+        if not self._run.info.pairs:
             if reference is not None:
-                raise RecipeError(
+                raise ConfigError(
                     f"{self._run.name} was trained on sequences by themselves, not on variants of "
                     "a reference; leave --reference out"
                 )
@@ -63,7 +63,7 @@ class Reader:
                     sequence=pair.reference,
                     alternative=pair.alternative,
                     name=_name(pair),
-                    place=pair.variant.place,
+                    location=pair.variant.location,
                 )
 
     def whole(self, path: Path) -> Iterator[Row]:
@@ -75,17 +75,17 @@ class Reader:
             name=self._columns.name,
         ):
             if not record.sequence:
-                raise RecipeError(f"{record.place} has no letters; leave it out")
+                raise ConfigError(f"{record.location} has no letters; leave it out")
             yield Row(
                 sequence=record.sequence,
                 name=record.name or f"{record.number}",
-                place=record.place,
+                location=record.location,
             )
 
     def variants(self, path: Path, reference: Path) -> Iterator[VariantPair]:
         """Yield variants with their surroundings, as long as the run takes."""
         contigs = Reference.read(reference)
-        return variant_pairs(self.listed(path), contigs, self._run.kept.max_length)
+        return variant_pairs(self.listed(path), contigs, self._run.info.max_length)
 
     def listed(self, path: Path) -> Iterator[Variant]:
         """Yield variants as a file has them."""
@@ -100,29 +100,30 @@ class Reader:
         ):
             other = record.fields.get(columns.alternative)
             if not isinstance(other, str) or not other or not record.sequence:
-                raise RecipeError(
-                    f"{record.place} has no sequence {columns.alternative!r} beside its own, and "
+                raise ConfigError(
+                    f"{record.location} has no sequence {columns.alternative!r} beside its own, "
+                    "and "
                     f"{self._run.name} was trained on pairs; name the column with --alternative, "
                     f"or give variants with their --reference"
                 )
             yield Row(
                 sequence=record.sequence,
-                alternative=alphabet.clean(other, place=record.place).sequence,
+                alternative=alphabet.clean(other, location=record.location).sequence,
                 name=record.name or f"{record.number}",
-                place=record.place,
+                location=record.location,
             )
 
     def _fitted(self, row: Row) -> Row:
-        (fitted,), cut = shortened([row], self._run.kept.max_length)
+        (fitted,), cut = shortened([row], self._run.info.max_length)
         self.cut += cut
         return fitted
 
 
-def refuse_same(output: Path, *inputs: Path | None) -> None:
+def check_output_differs(output: Path, *inputs: Path | None) -> None:
     """Refuse to write over what is read."""
     for path in inputs:
         if path is not None and output.exists() and path.exists() and output.samefile(path):
-            raise RecipeError(f"{shown_path(output)} is read from; name another file with -o")
+            raise ConfigError(f"{shown_path(output)} is read from; name another file with -o")
 
 
 def _name(pair: VariantPair) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.inference.finished import Finished
 from narrowcast.workloads.genomics.inference.predict import batched, predictions
@@ -38,17 +38,17 @@ class Scored(NamedTuple):
 
 def require_scores(run: Finished) -> None:
     """Refuse a run that has nothing to say of variants."""
-    if run.kept.alphabet == "protein":
-        raise RecipeError(f"{run.name} learnt proteins, and variants are of DNA; give another run")
+    if run.info.alphabet == "protein":
+        raise ConfigError(f"{run.name} learnt proteins, and variants are of DNA; give another run")
     if isinstance(run.target, NextToken):
         return
-    if not run.kept.pairs:
-        raise RecipeError(
-            f"{run.name} was trained for {run.kept.task} on sequences by themselves; give a base "
+    if not run.info.pairs:
+        raise ConfigError(
+            f"{run.name} was trained for {run.info.task} on sequences by themselves; give a base "
             "(`narrowcast genomics pretrain`), or a run that was trained on pairs"
         )
     if isinstance(run.target, Labels):
-        raise RecipeError(
+        raise ConfigError(
             f"{run.name} has several labels for a variant and no score; see genomics predict"
         )
 
@@ -58,7 +58,7 @@ def scores(run: Finished, pairs: Iterable[VariantPair], *, batch_size: int) -> I
     for batch in batched(pairs, batch_size):
         if isinstance(run.target, NextToken):
             texts = [list(each) for each in zip(*map(evened, batch), strict=True)]
-            places = [pair.variant.place for pair in batch]
+            places = [pair.variant.location for pair in batch]
             before, after = (log_likelihoods(run, each, places) for each in texts)
             for pair, ratio in zip(batch, after - before, strict=True):
                 yield Scored(pair.variant, float(ratio), {})
@@ -91,7 +91,7 @@ def log_likelihoods(
 ) -> npt.NDArray[np.float64]:
     """Return the log-likelihood of sequences in nats; of DNA, the mean of both strands."""
     strands = [sequences]
-    if run.kept.alphabet == "dna":
+    if run.info.alphabet == "dna":
         strands.append([reverse_complement(text) for text in sequences])
     of_each = np.stack([_one_strand(run, texts, places) for texts in strands])
     mean: npt.NDArray[np.float64] = of_each.mean(0)
@@ -101,7 +101,10 @@ def log_likelihoods(
 def _one_strand(
     run: Finished, sequences: Sequence[str], places: Sequence[str]
 ) -> npt.NDArray[np.float64]:
-    rows = [Row(sequence=text, place=place) for text, place in zip(sequences, places, strict=True)]
+    rows = [
+        Row(sequence=text, location=location)
+        for text, location in zip(sequences, places, strict=True)
+    ]
     answers, tokens = run.answers(rows)
     out = np.empty(len(rows))
     for at, ids in enumerate(tokens):
@@ -114,23 +117,23 @@ def _one_strand(
 
 def _judged(run: Finished, batch: Sequence[VariantPair]) -> Iterator[Scored]:
     rows = [
-        Row(sequence=pair.reference, alternative=pair.alternative, place=pair.variant.place)
+        Row(sequence=pair.reference, alternative=pair.alternative, location=pair.variant.location)
         for pair in batch
     ]
-    found = predictions(run, rows, batch_size=len(rows))
-    for pair, prediction in zip(batch, found, strict=True):
+    result = predictions(run, rows, batch_size=len(rows))
+    for pair, prediction in zip(batch, result, strict=True):
         if not isinstance(run.target, OneClass):
-            yield Scored(pair.variant, float(prediction.found[0]), {})
+            yield Scored(pair.variant, float(prediction.values[0]), {})
             continue
         ranks = np.linspace(0, 1, len(run.target.classes))
-        best = run.target.classes[int(prediction.found.argmax())]
-        numbers = [rounded(float(each)) for each in prediction.found]
+        best = run.target.classes[int(prediction.values.argmax())]
+        numbers = [rounded(float(each)) for each in prediction.values]
         chances = dict(zip(run.target.classes, numbers, strict=True))
-        score = float(prediction.found @ ranks)
+        score = float(prediction.values @ ranks)
         yield Scored(pair.variant, score, {"class": best, "chance": chances})
 
 
-def told(scored: Scored) -> dict[str, Any]:
+def score_row(scored: Scored) -> dict[str, Any]:
     """Return a row of the table of scores."""
     variant = scored.variant
     return {

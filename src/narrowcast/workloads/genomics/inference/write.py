@@ -44,21 +44,21 @@ def sequences(run: Finished, wish: Wish, progress: Callable[[int], None]) -> Ite
     letters there are.
     """
     generator = torch.Generator(run.device).manual_seed(wish.seed)
-    prompt = run.alphabet.clean(wish.prompt, place="--prompt").sequence
+    prompt = run.alphabet.clean(wish.prompt, location="--prompt").sequence
     done = 0
     for first in range(0, wish.count, ROWS):
         rows = min(ROWS, wish.count - first)
         tokens = _begun(run, prompt, rows, generator)
-        given = len(prompt)
+        inputs = len(prompt)
         while True:
             texts = [run.tokenizer.decode(row) for row in tokens.cpu().numpy()]
-            shortest = min(len(text) for text in texts) - given
+            shortest = min(len(text) for text in texts) - inputs
             progress(done + rows * shortest)
             if shortest >= wish.length:
                 break
             tokens = _more(run, tokens, wish, min(AT_ONCE, wish.length - shortest), generator)
         done += rows * wish.length
-        yield from (text[: given + wish.length] for text in texts)
+        yield from (text[: inputs + wish.length] for text in texts)
 
 
 def fasta(sequence: str, number: int, wish: Wish, *, bases: bool) -> str:
@@ -83,9 +83,9 @@ def _begun(run: Finished, prompt: str, rows: int, generator: torch.Generator) ->
 def _more(
     run: Finished, tokens: Tensor, wish: Wish, count: int, generator: torch.Generator
 ) -> Tensor:
-    context = max(1, run.kept.max_length - AT_ONCE)
+    context = max(1, run.info.max_length - AT_ONCE)
     try:
-        with run.compute():
+        with run.autocast():
             more = generate(
                 run.network.backbone,
                 _Finite(run.network.head),

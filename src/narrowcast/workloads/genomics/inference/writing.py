@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import quote
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.runs import strict_json
 from narrowcast.workloads.genomics.inference.predict import Prediction, intervals
 from narrowcast.workloads.genomics.targets import EveryLetter, Labels, OneClass, Target, Value
@@ -30,7 +30,7 @@ def format_named(name: str | None, output: str, *, along: bool) -> Format:
     kind = name or ("csv" if output == "-" else ENDINGS.get(ending))
     choices = [each for each in dict.fromkeys(ENDINGS.values()) if along or each in _TABLES]
     if kind not in choices:
-        raise RecipeError(
+        raise ConfigError(
             f"{name or output}: not a format for this run; write --format or a file that ends in "
             f"{', '.join(choices)}"
         )
@@ -40,10 +40,10 @@ def format_named(name: str | None, output: str, *, along: bool) -> Format:
 _TABLES = ("csv", "tsv", "jsonl")
 
 
-def lines(found: Iterable[Prediction], target: Target, kind: Format) -> Iterator[str]:
+def lines(result: Iterable[Prediction], target: Target, kind: Format) -> Iterator[str]:
     """Yield what is written, a line with its end at a time."""
     if isinstance(target, EveryLetter):
-        stretches = _stretches(found, target.classes)
+        stretches = _stretches(result, target.classes)
         if kind == "gff":
             yield "##gff-version 3\n"
             yield from (_gff(row, target.classes[0]) for row in stretches)
@@ -52,7 +52,7 @@ def lines(found: Iterable[Prediction], target: Target, kind: Format) -> Iterator
         else:
             yield from table(stretches, kind)
     else:
-        yield from table((_told(each, target) for each in found), kind)
+        yield from table((_prediction_row(each, target) for each in result), kind)
 
 
 def table(rows: Iterable[Mapping[str, Any]], kind: Format) -> Iterator[str]:
@@ -77,23 +77,23 @@ def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _told(found: Prediction, target: Target) -> dict[str, Any]:
-    numbers = [rounded(float(each)) for each in found.found]
+def _prediction_row(matched: Prediction, target: Target) -> dict[str, Any]:
+    numbers = [rounded(float(each)) for each in matched.values]
     if isinstance(target, Value):
-        return {"name": found.name, "value": numbers[0]}
+        return {"name": matched.name, "value": numbers[0]}
     assert isinstance(target, OneClass | Labels)
     chances = dict(zip(target.classes, numbers, strict=True))
     if isinstance(target, Labels):
         likely = [name for name, chance in chances.items() if chance > LIKELY]
-        return {"name": found.name, "labels": ";".join(likely), "chance": chances}
-    best = target.classes[int(found.found.argmax())]
-    return {"name": found.name, "class": best, "chance": chances}
+        return {"name": matched.name, "labels": ";".join(likely), "chance": chances}
+    best = target.classes[int(matched.values.argmax())]
+    return {"name": matched.name, "class": best, "chance": chances}
 
 
-def _stretches(found: Iterable[Prediction], classes: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _stretches(result: Iterable[Prediction], classes: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield stretches as biologists count: from 1, the last letter in it."""
-    for each in found:
-        for start, end, kind, chance in intervals(each.found):
+    for each in result:
+        for start, end, kind, chance in intervals(each.values):
             yield {
                 "name": each.name,
                 "start": start + 1,
@@ -109,8 +109,8 @@ def _gff(row: Mapping[str, Any], between: str) -> str:
         return ""
     kind, strand = _kind_and_strand(row["class"])
     name, kind = (quote(each, safe=" .:^*$@!+_?-|/()") for each in (row["name"], kind))
-    place = f"{row['start']}\t{row['end']}\t{row['chance']:g}\t{strand}\t."
-    return f"{name.replace(' ', '%20')}\tnarrowcast\t{kind}\t{place}\t.\n"
+    location = f"{row['start']}\t{row['end']}\t{row['chance']:g}\t{strand}\t."
+    return f"{name.replace(' ', '%20')}\tnarrowcast\t{kind}\t{location}\t.\n"
 
 
 def _bed(row: Mapping[str, Any], between: str) -> str:
@@ -119,8 +119,8 @@ def _bed(row: Mapping[str, Any], between: str) -> str:
         return ""
     kind, strand = _kind_and_strand(row["class"])
     name, kind = (" ".join(each.split()) for each in (row["name"], kind))
-    place = f"{name}\t{row['start'] - 1}\t{row['end']}"
-    return f"{place}\t{kind}\t{row['chance'] * 1000:.0f}\t{strand}\n"
+    position = f"{name}\t{row['start'] - 1}\t{row['end']}"
+    return f"{position}\t{kind}\t{row['chance'] * 1000:.0f}\t{strand}\n"
 
 
 def _kind_and_strand(name: str) -> tuple[str, str]:

@@ -89,8 +89,8 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return what each position gathers from near ones: (rows, length, width)."""
         x = x if mask is None else x * mask[..., None]
-        found = self.convolution(F.pad(x.transpose(1, 2), self.padding))
-        out: Tensor = self.out(F.gelu(found).transpose(1, 2))
+        result = self.convolution(F.pad(x.transpose(1, 2), self.padding))
+        out: Tensor = self.out(F.gelu(result).transpose(1, 2))
         return out
 
 
@@ -100,7 +100,7 @@ def _mixer(config: GenomicConfig, index: int) -> HyenaOperator | Attention | Con
             return HyenaOperator(
                 config.width,
                 order=config.order,
-                max_length=config.patches_of(config.max_length),
+                max_length=config.max_patches(config.max_length),
                 causal=config.causal,
                 filter_width=config.filter_width,
             )

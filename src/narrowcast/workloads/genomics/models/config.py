@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 Backbone = Literal["hyena", "attention", "cnn"]
 Patching = Literal["none", "static", "entropy"]
@@ -51,25 +51,25 @@ class GenomicConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "max_length", "filter_width", "patch_size"):
             if getattr(self, name) < 1:
-                raise RecipeError(f"{name}={getattr(self, name)}: must be 1 or more")
+                raise ConfigError(f"{name}={getattr(self, name)}: must be 1 or more")
         self._check_choices()
         if self.order < 2:
-            raise RecipeError(
+            raise ConfigError(
                 f"order={self.order}: Hyena needs a gate and a value; write 2 or more"
             )
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise RecipeError(f"kernel={self.kernel}: must be odd, so that it has a middle")
+            raise ConfigError(f"kernel={self.kernel}: must be odd, so that it has a middle")
         if self.backbone == "attention" and self.width % (2 * self.head_count):
-            raise RecipeError(
+            raise ConfigError(
                 f"width={self.width} does not split into {self.head_count} heads of an even width"
             )
         if not 1 <= self.min_patch <= self.max_patch:
-            raise RecipeError(
+            raise ConfigError(
                 f"min_patch={self.min_patch}, max_patch={self.max_patch}: give 1 or more, and the "
                 "lesser first"
             )
         if self.reverse_complement and self.causal:
-            raise RecipeError(
+            raise ConfigError(
                 "reverse_complement=true reads a sequence from both ends, causal=true from one; "
                 "set one of them to false"
             )
@@ -82,7 +82,7 @@ class GenomicConfig:
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
-                raise RecipeError(
+                raise ConfigError(
                     f"{name}={getattr(self, name)}: must be one of {', '.join(known)}"
                 )
 
@@ -96,7 +96,7 @@ class GenomicConfig:
         """Letters of the smallest patch a row may be full of."""
         return {"none": 1, "static": self.patch_size, "entropy": self.min_patch}[self.patching]
 
-    def patches_of(self, length: int) -> int:
+    def max_patches(self, length: int) -> int:
         """Return how many patches a sequence of `length` letters has at most."""
         return -(-length // self.least_patch)
 
@@ -104,7 +104,7 @@ class GenomicConfig:
     def preset(cls, name: str, *, vocab_size: int, **changes: Any) -> "GenomicConfig":
         """Return the preset of that name, with `changes`."""
         if name not in PRESETS:
-            raise RecipeError(f"{name}: no such preset; there are {', '.join(PRESETS)}")
+            raise ConfigError(f"{name}: no such preset; there are {', '.join(PRESETS)}")
         return replace(cls(vocab_size=vocab_size, **PRESETS[name]), **changes)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.workloads.genomics.models import transforms
 
@@ -66,7 +66,7 @@ def _within(filters: Tensor, length: int, *, causal: bool) -> Tensor:
     if causal:
         return filters[..., :length]
     if taps % 2 == 0:
-        raise RecipeError(
+        raise ConfigError(
             f"a two-sided filter of {taps} taps has no middle; give it an odd number of taps"
         )
     middle = taps // 2
@@ -101,8 +101,8 @@ class _GatedConvolution(torch.autograd.Function):
         grads = torch.ops.narrowcast.gated_convolution_backward(
             grad, value, filters, bias, before, after, *ctx.how
         )
-        given = (value, filters, bias, before, after)
-        wanted = (g if t is not None else None for g, t in zip(grads, given, strict=True))
+        inputs = (value, filters, bias, before, after)
+        wanted = (g if t is not None else None for g, t in zip(grads, inputs, strict=True))
         return *wanted, None, None, None
 
 
@@ -110,14 +110,14 @@ _apply: Any = _GatedConvolution.apply
 
 
 # What operators are given is said once, by `_GIVEN`: the value first, the method last.
-def _forward(value: Tensor, *given: Any) -> Tensor:
-    *others, method = given
+def _forward(value: Tensor, *settings: Any) -> Tensor:
+    *others, method = settings
     result: Tensor = _way(method, value).forward(value, *others)
     return result
 
 
-def _backward(grad: Tensor, value: Tensor, *given: Any) -> list[Tensor]:
-    *others, method = given
+def _backward(grad: Tensor, value: Tensor, *inputs: Any) -> list[Tensor]:
+    *others, method = inputs
     grads: list[Tensor] = _way(method, value).backward(grad, value, *others)
     return grads
 
@@ -135,8 +135,8 @@ def _empty(value: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
-def _empty_grads(grad: Tensor, *given: Any) -> list[Tensor]:
-    *tensors, _causal, _chunk, _method = given
+def _empty_grads(grad: Tensor, *inputs: Any) -> list[Tensor]:
+    *tensors, _causal, _chunk, _method = inputs
     return transforms.empty_grads(*tensors)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 
 @torch.no_grad()
@@ -67,10 +67,10 @@ def choose(
 
 def _check(tokens: Tensor, *, temperature: float, top_k: int | None, top_p: float | None) -> None:
     if tokens.shape[1] == 0:
-        raise RecipeError("nothing to continue; give at least one token to begin with")
+        raise ConfigError("nothing to continue; give at least one token to begin with")
     if temperature < 0:
-        raise RecipeError(f"temperature={temperature}: must be 0, for the likeliest, or more")
+        raise ConfigError(f"temperature={temperature}: must be 0, for the likeliest, or more")
     if top_k is not None and top_k < 1:
-        raise RecipeError(f"top_k={top_k}: must be 1 or more")
+        raise ConfigError(f"top_k={top_k}: must be 1 or more")
     if top_p is not None and not 0 < top_p <= 1:
-        raise RecipeError(f"top_p={top_p}: must be above 0 and at most 1")
+        raise ConfigError(f"top_p={top_p}: must be above 0 and at most 1")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 Pool = Literal["mean", "max", "cls", "attention", "position"]
 POOLS = ("mean", "max", "cls", "attention", "position")
@@ -32,13 +32,13 @@ class SequenceHead(nn.Module):
     ) -> None:
         super().__init__()
         if pool not in POOLS:
-            raise RecipeError(f"pool={pool}: must be one of {', '.join(POOLS)}")
+            raise ConfigError(f"pool={pool}: must be one of {', '.join(POOLS)}")
         if pool == "position" and length < 1:
-            raise RecipeError("pool=position has weights for each position; give length")
+            raise ConfigError("pool=position has weights for each position; give length")
         self.pool, self.length = pool, length
         narrow = max(width // NARROWER, 1)
         self.narrow = nn.Linear(width, narrow, bias=False) if pool == "position" else None
-        self.place = nn.Linear(length * narrow, width) if pool == "position" else None
+        self.position = nn.Linear(length * narrow, width) if pool == "position" else None
         self.query = nn.Linear(width, 1, bias=False) if pool == "attention" else None
         self.hidden = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
@@ -55,10 +55,10 @@ class SequenceHead(nn.Module):
         if mask is None:
             mask = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
         real = mask[..., None]
-        if self.narrow is not None and self.place is not None:
-            kept = (self.narrow(hidden) * real)[:, : self.length]
-            missing = self.length - kept.shape[1]
-            placed: Tensor = self.place(F.pad(kept, (0, 0, 0, missing)).flatten(1))
+        if self.narrow is not None and self.position is not None:
+            stored = (self.narrow(hidden) * real)[:, : self.length]
+            missing = self.length - stored.shape[1]
+            placed: Tensor = self.position(F.pad(stored, (0, 0, 0, missing)).flatten(1))
             return placed
         if self.pool == "cls":
             return hidden[:, 0]

@@ -42,8 +42,8 @@ class PatchBack(nn.Module):
     ) -> Tensor:
         """Return states of letters: (rows, length, width)."""
         # A letter does not know its own patch before that is complete.
-        given = patches.spread(self.letter(self.norm(tokens)), shifted=self.causal)
-        letters = letters + given
+        inputs = patches.spread(self.letter(self.norm(tokens)), shifted=self.causal)
+        letters = letters + inputs
         for block in self.local:
             letters = block(letters, mask)
         return letters

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.models.blocks import Block
 from narrowcast.workloads.genomics.models.byte_lm import ByteLM
 from narrowcast.workloads.genomics.models.config import GenomicConfig
@@ -74,7 +74,7 @@ class GenomicModel(nn.Module):
             entropy, rises = self.byte_lm.entropy(tokens), config.entropy_rule == "monotonic"
             wanted = in_doubt(entropy, threshold=config.entropy_threshold, rises=rises)
             starts = bounded(wanted, least=config.min_patch, most=config.max_patch)
-        return cut_at(starts, mask, bound=config.patches_of(tokens.shape[1]))
+        return cut_at(starts, mask, bound=config.max_patches(tokens.shape[1]))
 
     def _states(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         x = self.dropout(self.embed(tokens))
@@ -97,14 +97,14 @@ def _complement_table(config: GenomicConfig, complement: Sequence[int] | None) -
     if not config.reverse_complement:
         return torch.zeros(0, dtype=torch.int64)
     if complement is None:
-        raise RecipeError(
+        raise ConfigError(
             "reverse_complement=true needs an alphabet with complements; use DNA or RNA with one "
             "letter a token, or set it to false"
         )
     table = torch.tensor([int(each) for each in complement], device="cpu")
     whole = len(table) == config.vocab_size and bool((table < len(table)).all())
     if not whole or not torch.equal(table[table], torch.arange(len(table), device="cpu")):
-        raise RecipeError(
+        raise ConfigError(
             f"the table of complements must have an entry for each of {config.vocab_size} tokens, "
             "and the complement of a complement must be the token itself"
         )
@@ -114,8 +114,8 @@ def _complement_table(config: GenomicConfig, complement: Sequence[int] | None) -
 def _reversed_places(tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Return where each token of a row read backwards comes from; what fills it up stays."""
     rows, length = tokens.shape
-    place = torch.arange(length, device=tokens.device).expand(rows, length)
+    location = torch.arange(length, device=tokens.device).expand(rows, length)
     if mask is None:
-        return place.flip(1)
-    backwards = mask.sum(1, keepdim=True) - 1 - place
-    return torch.where(backwards < 0, place, backwards)
+        return location.flip(1)
+    backwards = mask.sum(1, keepdim=True) - 1 - location
+    return torch.where(backwards < 0, location, backwards)

@@ -47,8 +47,8 @@ class Patches:
         """
         nothing = patches.new_zeros((len(patches), 1, patches.shape[2]))
         slots = torch.cat([nothing, patches] if shifted else [patches, nothing], dim=1)
-        given = slots.flatten(0, 1).index_select(0, self._slots())
-        return given.reshape(*self.ids.shape, -1)
+        inputs = slots.flatten(0, 1).index_select(0, self._slots())
+        return inputs.reshape(*self.ids.shape, -1)
 
     def _slots(self) -> Tensor:
         """Number the patches of all rows; each row has one more, for what fills it up."""
@@ -67,8 +67,8 @@ def cut_at(starts: Tensor, mask: Tensor | None, *, bound: int) -> Patches:
 
 def every(size: int, tokens: Tensor) -> Tensor:
     """Return starts of patches of `size` letters each: (rows, length)."""
-    place = torch.arange(tokens.shape[1], device=tokens.device)
-    return (place % size == 0).expand(tokens.shape)
+    location = torch.arange(tokens.shape[1], device=tokens.device)
+    return (location % size == 0).expand(tokens.shape)
 
 
 def in_doubt(entropy: Tensor, *, threshold: float, rises: bool) -> Tensor:
@@ -86,13 +86,13 @@ def bounded(wanted: Tensor, *, least: int, most: int) -> Tensor:
     starts, is found by steps of 1, 2, 4, … patches at once.
     """
     rows, length = wanted.shape
-    place = torch.arange(length + 1, device=wanted.device)
+    position = torch.arange(length + 1, device=wanted.device)
     # The first wanted place from each on; the end is one.
-    following = torch.where(wanted, place[:-1], length).flip(1).cummin(1).values.flip(1)
+    following = torch.where(wanted, position[:-1], length).flip(1).cummin(1).values.flip(1)
     following = torch.nn.functional.pad(following, (0, 1), value=length)
-    after_least = following[:, (place + least).clamp(max=length)]
-    step = torch.minimum(after_least, (place + most).clamp(max=length))
-    starts = (place == 0).expand(rows, -1)
+    after_least = following[:, (position + least).clamp(max=length)]
+    step = torch.minimum(after_least, (position + most).clamp(max=length))
+    starts = (position == 0).expand(rows, -1)
     for _ in range((-(-length // least)).bit_length()):
         reached = torch.zeros_like(step).scatter_add(1, step, starts.long()) > 0
         starts = starts | reached

@@ -60,9 +60,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if unsupported_reason(x.device):
         with torch.enable_grad():
-            given = [t.detach().requires_grad_() for t in (x, weight, bias)]
-            out = _forward(given[0], given[1], given[2], left)
-        to_x, to_weight, to_bias = torch.autograd.grad(out, given, grad)
+            inputs = [t.detach().requires_grad_() for t in (x, weight, bias)]
+            out = _forward(inputs[0], inputs[1], inputs[2], left)
+        to_x, to_weight, to_bias = torch.autograd.grad(out, inputs, grad)
         return to_x.contiguous(), to_weight.contiguous(), to_bias.contiguous()
     from narrowcast.workloads.genomics.models.kernels.short import short_backward
 

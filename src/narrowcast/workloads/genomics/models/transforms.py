@@ -22,7 +22,7 @@ def forward(
 ) -> Tensor:
     """Return after ⊙ (filters * z + bias ⊙ z) with z = before ⊙ value."""
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
-    turns = turns_of(value)
+    turns = quarter_turns(value)
     for channels, parts in pieces(value, chunk):
         of_filter = filter_spectrum(filters[channels], turns, causal=causal)
         for rows in parts:
@@ -50,7 +50,7 @@ def backward(
     """Return the gradients of all that was given to `forward`."""
     grads = empty_grads(value, filters, bias, before, after)
     to_value, to_filters, to_bias, to_before, to_after = grads
-    turns, length = turns_of(value), value.shape[-1]
+    turns, length = quarter_turns(value), value.shape[-1]
     for channels, parts in pieces(value, chunk):
         of_filter = filter_spectrum(filters[channels], turns, causal=causal)
         summed, to_bias_here = torch.zeros_like(of_filter), turns.real.new_zeros(len(of_filter))
@@ -80,12 +80,12 @@ def backward(
     return grads
 
 
-def empty_grads(*given: Tensor | None) -> list[Tensor]:
+def empty_grads(*inputs: Tensor | None) -> list[Tensor]:
     """Take memory for gradients; what was not given has an empty one."""
-    nothing = torch.empty(0, device=next(t.device for t in given if t is not None))
+    nothing = torch.empty(0, device=next(t.device for t in inputs if t is not None))
     return [
         nothing.clone() if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
-        for t in given
+        for t in inputs
     ]
 
 
@@ -111,7 +111,7 @@ def _gated(value: Tensor, before: Tensor | None, here: tuple[slice, slice]) -> T
     return wide if before is None else wide * before[here]
 
 
-def turns_of(value: Tensor) -> Tensor:
+def quarter_turns(value: Tensor) -> Tensor:
     """Return a^t for as many t as a transform has: quarter of a turn over all of them."""
     size = fast_length(value.shape[-1])
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32

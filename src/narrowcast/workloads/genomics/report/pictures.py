@@ -20,7 +20,7 @@ from narrowcast.runs.report_drawing import (
     legend,
     line,
     path,
-    words,
+    text_mark,
 )
 
 SQUARE = 460
@@ -36,19 +36,19 @@ LETTER_COLOURS: Mapping[str, str] = {
 def precision_recall(curves: Mapping[str, Any], others: Mapping[str, Any] | None) -> str:
     """Draw a curve for each class, and name its area; a dashed line is what chance has."""
     x, y = Scale(0, 1, 48, SQUARE - 12), Scale(0, 1, SQUARE - 120, 24)
-    marks = axes(x, y, below="recall", beside="precision")
-    for place, curve in enumerate(curves.values()):
+    marks = axes(x, y, x_label="recall", y_label="precision")
+    for location, curve in enumerate(curves.values()):
         at = y(float(curve["share"]))
         dashes = "stroke-dasharray:3 5;stroke-opacity:.7"
-        marks.append(line(x.start, at, x.end, at, stroke=colour(place), more=dashes))
-    for place, curve in enumerate(curves.values()):
+        marks.append(line(x.start, at, x.end, at, stroke=colour(location), more=dashes))
+    for location, curve in enumerate(curves.values()):
         points = [(x(float(recall)), y(float(right))) for recall, right in curve["points"]]
-        marks.append(path(points, stroke=colour(place)))
+        marks.append(path(points, stroke=colour(location)))
     areas = ", ".join(f"{name} {float(curve['area']):.3f}" for name, curve in curves.items())
     alt = f"Precision by recall; areas below the curves: {areas}."
     named = [
-        (colour(place), f"{name} {float(curve['area']):.3f}")
-        for place, (name, curve) in enumerate(curves.items())
+        (colour(position), f"{name} {float(curve['area']):.3f}")
+        for position, (name, curve) in enumerate(curves.items())
     ]
     if others:
         named.append(
@@ -65,14 +65,14 @@ def cloud(points: Sequence[tuple[float, float]], spearman: float | None) -> str:
     margin = (high - low) / 25
     x = Scale(low - margin, high + margin, 64, SQUARE - 12)
     y = Scale(low - margin, high + margin, SQUARE - 70, 24)
-    marks = axes(x, y, below="true value", beside="predicted")
+    marks = axes(x, y, x_label="true value", y_label="predicted")
     same = "stroke-dasharray:4 4"
     marks.append(line(x(low), y(low), x(high), y(high), stroke=QUIET, more=same))
     radius = 3 if len(points) < 500 else 2
-    at = [(x(true), y(found)) for true, found in points]
+    at = [(x(true), y(result)) for true, result in points]
     marks.append(dots(at, radius=radius, fill="var(--series)", opacity=0.55))
     said = "" if spearman is None else f"Spearman {spearman:.3f}"
-    marks.append(words(x.start + 10, y.end + 18, said, fill=INK, more="font-weight:600"))
+    marks.append(text_mark(x.start + 10, y.end + 18, said, fill=INK, more="font-weight:600"))
     alt = f"Predicted over true values of {len(points):,} sequences. {said}"
     return drawing(marks, width=SQUARE, height=SQUARE - 26, alt=alt, most=SQUARE * 1.2)
 
@@ -84,27 +84,27 @@ def track(row: Mapping[str, Any], shades: Mapping[int, str], unit: str) -> str:
     marks = []
     for at, (key, name) in enumerate((("truth", "true"), ("found", "found"))):
         top, start = 4 + 26 * at, 0
-        marks.append(words(48, top + 15, name, anchor="end"))
+        marks.append(text_mark(48, top + 15, name, anchor="end"))
         for kind, letters in row[key]:
             end = start + int(letters)
             marks.append(box(x(start), top, x(end) - x(start), 22, fill=shades[int(kind)]))
             start = end
     for value, label in x.ticks():
         marks.append(line(x(value), 56, x(value), 60, stroke=LINE))
-        marks.append(words(x(value), 74, label, anchor="middle"))
+        marks.append(text_mark(x(value), 74, label, anchor="middle"))
     same = _agreement(row["truth"], row["found"])
     alt = f"Classes along {length:,} {unit}s; {same:.0%} of them were found as they are."
     return drawing(marks, width=WIDE, height=80, alt=alt, most=2 * WIDE, least=WIDE / 2)
 
 
-def _agreement(truth: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> float:
+def _agreement(truth: Sequence[Sequence[int]], matches: Sequence[Sequence[int]]) -> float:
     """Return the share of letters that have one class in both."""
-    edges = [list(accumulate(int(letters) for _, letters in runs)) for runs in (truth, found)]
+    edges = [list(accumulate(int(letters) for _, letters in runs)) for runs in (truth, matches)]
     if edges[0][-1] != edges[1][-1]:
         raise ValueError("tracks of one sequence have different lengths")
     same = start = 0
     for end in sorted({*edges[0], *edges[1]}):
-        one, two = truth[bisect_left(edges[0], end)][0], found[bisect_left(edges[1], end)][0]
+        one, two = truth[bisect_left(edges[0], end)][0], matches[bisect_left(edges[1], end)][0]
         same += (end - start) * (int(one) == int(two))
         start = end
     return same / max(1, start)
@@ -123,7 +123,7 @@ def salient(variant: Mapping[str, Any]) -> str:
     for value in (most, *((-most,) if deep else ())):
         y = middle - value / most * high
         marks.append(line(left, y, width - 8, y, stroke=GRID))
-        marks.append(words(left - 8, y + 4, f"{value:+.2g}", anchor="end"))
+        marks.append(text_mark(left - 8, y + 4, f"{value:+.2g}", anchor="end"))
     changed = [at for at, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
     for at in changed:
         marks.append(box(left + at * step, 4, step, bottom + 42, fill="var(--half-paper)"))
@@ -133,9 +133,11 @@ def salient(variant: Mapping[str, Any]) -> str:
         top = middle - share if value > 0 else middle
         marks.append(box(x + 3, top, step - 6, share, fill=shade))
         style = "font-family:ui-monospace,monospace;font-weight:600;font-size:14px"
-        marks.append(words(x + step / 2, bottom + 20, new, anchor="middle", fill=shade, more=style))
+        marks.append(
+            text_mark(x + step / 2, bottom + 20, new, anchor="middle", fill=shade, more=style)
+        )
         if old != new:
-            marks.append(words(x + step / 2, bottom + 38, old, anchor="middle", more=style))
+            marks.append(text_mark(x + step / 2, bottom + 38, old, anchor="middle", more=style))
     strongest = max(range(len(adds)), key=lambda at: abs(adds[at]))
     alt = (
         f"What each of {len(adds)} letters around {variant['name']} adds; most, "
@@ -146,35 +148,35 @@ def salient(variant: Mapping[str, Any]) -> str:
     )
 
 
-def spectrum(found: Mapping[str, Any]) -> str:
+def spectrum(results: Mapping[str, Any]) -> str:
     """Draw the share of each k-mer: bars are what was held out, dots what was written."""
-    kmers = [str(name) for name in found["kmers"]]
-    held = [float(value) for value in found["held_out"]]
-    written = [float(value) for value in found["written"]]
+    kmers = [str(name) for name in results["kmers"]]
+    held = [float(value) for value in results["held_out"]]
+    written = [float(value) for value in results["written"]]
     order = sorted(range(len(kmers)), key=lambda at: -held[at])
     x = Scale(0, len(kmers), 52, WIDE - 8)
     y = Scale(0, max(*held, *written, 1e-9), 212, 28)
     marks = []
     for value, _ in y.ticks():
         marks.append(line(x.start, y(value), x.end, y(value)))
-        marks.append(words(x.start - 8, y(value) + 4, f"{value:.1%}", anchor="end"))
+        marks.append(text_mark(x.start - 8, y(value) + 4, f"{value:.1%}", anchor="end"))
     wide = x(1) - x(0)
-    for place, at in enumerate(order):
+    for location, at in enumerate(order):
         tall = y.start - y(held[at])
-        marks.append(box(x(place) + 1, y(held[at]), wide - 2, tall, fill="var(--faint)"))
-        middle = x(place) + wide / 2 + 3.5
+        marks.append(box(x(location) + 1, y(held[at]), wide - 2, tall, fill="var(--faint)"))
+        middle = x(location) + wide / 2 + 3.5
         turned = f"transform:rotate(-90deg);transform-origin:{middle:.1f}px {y.start + 8:.0f}px"
         style = f"font-family:ui-monospace,monospace;font-size:10px;{turned}"
         if len(kmers[at]) == 1:
-            style, middle = "font-family:ui-monospace,monospace", x(place) + wide / 2
-            marks.append(words(middle, y.start + 16, kmers[at], anchor="middle", more=style))
+            style, middle = "font-family:ui-monospace,monospace", x(location) + wide / 2
+            marks.append(text_mark(middle, y.start + 16, kmers[at], anchor="middle", more=style))
         else:
-            marks.append(words(middle, y.start + 8, kmers[at], anchor="end", more=style))
-    centres = [(x(place) + wide / 2, y(written[at])) for place, at in enumerate(order)]
+            marks.append(text_mark(middle, y.start + 8, kmers[at], anchor="end", more=style))
+    centres = [(x(position) + wide / 2, y(written[at])) for position, at in enumerate(order)]
     marks.append(dots(centres, radius=3.5, fill="var(--evaluated)", opacity=1))
     agree = correlation(held, written)
     alt = (
-        f"Shares of {len(kmers)} runs of {found['k']} letters, held out and written; "
+        f"Shares of {len(kmers)} runs of {results['k']} letters, held out and written; "
         f"correlation {agree:.3f}."
     )
     return drawing(

@@ -29,11 +29,11 @@ def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
         info = RunFolder(folder).task_info()
     except NarrowcastError as error:
         return [_sentence("What is trained, and on what", str(error))]
-    found = []
+    result = []
     if info.notes:
         items = "".join(f"<li>{escape(line)}</li>" for line in info.notes)
-        found.append(ReportSection(title="What is trained, and on what", html=f"<ul>{items}</ul>"))
-    return [*found, *_judged(folder, info)]
+        result.append(ReportSection(title="What is trained, and on what", html=f"<ul>{items}</ul>"))
+    return [*result, *_judged(folder, info)]
 
 
 def _judged(folder: Path, info: TaskInfo) -> Iterator[ReportSection]:
@@ -64,10 +64,10 @@ def _noted(said: str) -> str:
 
 def _each(sets: Sets, key: str, draw: Callable[[Mapping[str, Any]], str]) -> str:
     """Draw the same of every set that has it, side by side where there are several."""
-    there = {name: told for name, told in sets.items() if told.get(key)}
+    there = {name: message for name, message in sets.items() if message.get(key)}
     figures = [
-        (f"<h3>{escape(name.capitalize())}</h3>" if len(sets) > 1 else "") + draw(told)
-        for name, told in there.items()
+        (f"<h3>{escape(name.capitalize())}</h3>" if len(sets) > 1 else "") + draw(notice)
+        for name, notice in there.items()
     ]
     if len(figures) < 2:
         return "".join(figures)
@@ -76,7 +76,7 @@ def _each(sets: Sets, key: str, draw: Callable[[Mapping[str, Any]], str]) -> str
 
 def _last(sets: Sets, key: str) -> tuple[str, Any] | None:
     """Return what was told of the last set that has it, which is the test where there is one."""
-    there = [(name, told[key]) for name, told in sets.items() if told.get(key)]
+    there = [(name, info[key]) for name, info in sets.items() if info.get(key)]
     return there[-1] if there else None
 
 
@@ -85,8 +85,8 @@ def _measures(sets: Sets, info: TaskInfo) -> str:
 
 
 def _confusion(sets: Sets, info: TaskInfo) -> str:
-    def draw(told: Mapping[str, Any]) -> str:
-        return tables.confusion(told["confusion"]["classes"], told["confusion"]["counts"])
+    def draw(message: Mapping[str, Any]) -> str:
+        return tables.confusion(message["confusion"]["classes"], message["confusion"]["counts"])
 
     html = _each(sets, "confusion", draw)
     note = (
@@ -96,8 +96,8 @@ def _confusion(sets: Sets, info: TaskInfo) -> str:
 
 
 def _curves(sets: Sets, info: TaskInfo) -> str:
-    def draw(told: Mapping[str, Any]) -> str:
-        curves = told["curves"]
+    def draw(message: Mapping[str, Any]) -> str:
+        curves = message["curves"]
         if not curves["classes"]:
             return _noted("All sequences are of one class: there is no curve.")
         return pictures.precision_recall(curves["classes"], curves["others"])
@@ -108,9 +108,9 @@ def _curves(sets: Sets, info: TaskInfo) -> str:
 
 
 def _cloud(sets: Sets, info: TaskInfo) -> str:
-    def draw(told: Mapping[str, Any]) -> str:
-        spearman = told["measured"].get("spearman")
-        pairs = [(float(true), float(found)) for true, found in told["points"]]
+    def draw(message: Mapping[str, Any]) -> str:
+        spearman = message["measured"].get("spearman")
+        pairs = [(float(true), float(matched)) for true, matched in message["points"]]
         finite = [pair for pair in pairs if all(map(math.isfinite, pair))]
         if not finite:
             return _noted("What was predicted is not finite.")
@@ -131,7 +131,7 @@ def _tracks(sets: Sets, info: TaskInfo) -> str:
     # The first class is what lies between all others: ground, not figure.
     shades = {0: "var(--grid)"}
     others = [kind for kind in used if kind != 0]
-    shades |= {kind: colour(place) for place, kind in enumerate(others)}
+    shades |= {kind: colour(location) for location, kind in enumerate(others)}
     named = [(shades[kind], str(tracks["classes"][kind])) for kind in used]
     drawn = "".join(
         f"<h3>{escape(str(row['name']))}</h3>{pictures.track(row, shades, unit)}" for row in rows
@@ -165,13 +165,13 @@ def _written(sets: Sets, info: TaskInfo) -> str:
     last = _last(sets, "written")
     if last is None:
         return ""
-    name, told = last
+    name, message = last
     parts = []
-    spectrum = told["spectrum"]
+    spectrum = message["spectrum"]
     agree = pictures.correlation(
         [float(v) for v in spectrum["held_out"]], [float(v) for v in spectrum["written"]]
     )
-    shares = told.get("gc")
+    shares = message.get("gc")
     strong = (
         f"GC is {float(shares['written']):.1%} of what was written and "
         f"{float(shares['held_out']):.1%} of the {name} set. "
@@ -181,7 +181,7 @@ def _written(sets: Sets, info: TaskInfo) -> str:
     runs = f"{spectrum['k']}-mers" if spectrum["k"] > 1 else "letters"
     parts.append(f"<p>{escape(f'{strong}Shares of {runs} correlate by {agree:.3f}.')}</p>")
     parts.append(pictures.spectrum(spectrum))
-    for sample in told["samples"]:
+    for sample in message["samples"]:
         share = f", GC {gc(str(sample['written'])):.1%}" if shares else ""
         parts.append(
             f"<h3>{escape(str(sample['name']))}{share}</h3>"

@@ -17,13 +17,13 @@ LONGEST_NAME = 32
 def measures(sets: Mapping[str, Mapping[str, Any]], info: TaskInfo) -> str:
     """Write the measures of each set, as the task writes them, its headline first."""
     known = {metric.name: metric for metric in info.metrics}
-    found = {name for told in sets.values() for name in told["measured"]}
-    names = [name for name in known if name in found] + sorted(found - set(known))
+    matches = {name for message in sets.values() for name in message["measured"]}
+    names = [name for name in known if name in matches] + sorted(matches - set(known))
     rows = []
     for name in names:
         cells = []
-        for told in sets.values():
-            value = told["measured"].get(name)
+        for notice in sets.values():
+            value = notice["measured"].get(name)
             number = None if value is None else _number(value)
             text = (
                 ""
@@ -33,8 +33,8 @@ def measures(sets: Mapping[str, Mapping[str, Any]], info: TaskInfo) -> str:
             cells.append(f'<td class="number">{escape(text)}</td>')
         rows.append(f'<tr><th scope="row">{escape(_spoken(name))}</th>{"".join(cells)}</tr>')
     heads = "".join(
-        f'<th scope="col" class="number">{escape(name)}, {_count(told)}</th>'
-        for name, told in sets.items()
+        f'<th scope="col" class="number">{escape(name)}, {_count(counts)}</th>'
+        for name, counts in sets.items()
     )
     return (
         f'<div class="scroll"><table class="narrow"><thead><tr><th scope="col">measure</th>'
@@ -42,8 +42,8 @@ def measures(sets: Mapping[str, Mapping[str, Any]], info: TaskInfo) -> str:
     )
 
 
-def _count(told: Mapping[str, Any]) -> str:
-    rows = int(told["rows"])
+def _count(info: Mapping[str, Any]) -> str:
+    rows = int(info["rows"])
     return f"{rows:,} row{'' if rows == 1 else 's'}"
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, final
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 WHITESPACE = b" \t\r\n\v\f"
 _BAD = 0
@@ -46,33 +46,35 @@ class Alphabet:
     complement: Mapping[str, str] | None = field(default=None, hash=False)
     """The letter opposite to each, ambiguous ones too; None where there is no other strand."""
 
-    def clean(self, sequence: str | bytes, *, strict: bool = False, place: str = "") -> Cleaned:
+    def clean(self, sequence: str | bytes, *, strict: bool = False, location: str = "") -> Cleaned:
         """Return a sequence in upper case, without blanks, and of this alphabet only.
 
         `strict` refuses letters that mean several, the unknown one too. `place` begins the message
         of what is refused.
         """
         raw = sequence if isinstance(sequence, bytes) else sequence.encode("ascii", "replace")
-        kept = raw.translate(self._table, WHITESPACE)
-        if _BAD in kept:
-            self._refuse_letter(_dense(sequence), kept.index(_BAD), place)
+        stored = raw.translate(self._table, WHITESPACE)
+        if _BAD in stored:
+            self._raise_letter(_dense(sequence), stored.index(_BAD), location)
         for other, own in self.reads_as.items():
             if _has(raw, other) and _has(raw, own):
-                raise RecipeError(
-                    f"{_begin(place)}the sequence has both {own} and {other}, so it is neither DNA "
+                raise ConfigError(
+                    f"{_begin(location)}the sequence has both {own} and {other}, so it is "
+                    "neither DNA "
                     "nor RNA; write one of them throughout"
                 )
         unknown = ord(self.unknown)
-        if unknown not in kept:
-            return Cleaned(kept.decode("ascii"), 0)
+        if unknown not in stored:
+            return Cleaned(stored.decode("ascii"), 0)
         if strict:
-            at = kept.index(unknown)
-            raise RecipeError(
-                f"{_begin(place)}letter {at + 1} is {_dense(sequence)[at]!r}, which may be several "
+            at = stored.index(unknown)
+            raise ConfigError(
+                f"{_begin(location)}letter {at + 1} is {_dense(sequence)[at]!r}, which may be "
+                "several "
                 f"of {self.name}'s; strict takes {self.letters} only: leave such sequences out, or "
                 "write strict=false to have unknown ones"
             )
-        return Cleaned(kept.decode("ascii"), _count(raw, self.ambiguous))
+        return Cleaned(stored.decode("ascii"), _count(raw, self.ambiguous))
 
     def fits(self, sequence: str | bytes) -> bool:
         """Say whether every letter of a sequence has a meaning here."""
@@ -91,18 +93,18 @@ class Alphabet:
                 table[ord(case)] = ord(becomes)
         return bytes(table)
 
-    def _refuse_letter(self, sequence: str, at: int, place: str) -> None:
+    def _raise_letter(self, sequence: str, at: int, position: str) -> None:
         others = [each for each in ALPHABETS.values() if each is not self and each.fits(sequence)]
         hint = f"; it reads as {others[0].name}" if others else ""
         gap = ", and takes no gaps: remove them" if sequence[at] in "-." else ""
-        raise RecipeError(
-            f"{_begin(place)}letter {at + 1} is {sequence[at]!r}; {self.name} has "
+        raise ConfigError(
+            f"{_begin(position)}letter {at + 1} is {sequence[at]!r}; {self.name} has "
             f"{self.letters + self.stop} and, for several of them, "
             f"{self.unknown + self.ambiguous}{gap}{hint}"
         )
 
 
-def alphabet_of(sequence: str | bytes) -> Alphabet:
+def guess_alphabet(sequence: str | bytes) -> Alphabet:
     """Return what a sequence looks like: nucleotides where nearly all letters are A, C, G, T, U, N.
 
     Every letter of DNA is one of protein too, so this is a guess; name the alphabet where you can.
@@ -131,8 +133,8 @@ def _dense(sequence: str | bytes) -> str:
     return text.translate(dict.fromkeys(WHITESPACE))
 
 
-def _begin(place: str) -> str:
-    return f"{place}: " if place else ""
+def _begin(location: str) -> str:
+    return f"{location}: " if location else ""
 
 
 # IUPAC-IUB 1984: each letter and the letter for what is opposite to its bases.

@@ -7,10 +7,10 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import PROTEIN
 from narrowcast.workloads.genomics.sequences.features import Part
-from narrowcast.workloads.genomics.sequences.genetic_codes import BASES, code_of
+from narrowcast.workloads.genomics.sequences.genetic_codes import BASES, get_code
 from narrowcast.workloads.genomics.sequences.operations import reverse_complement
 
 _MEANS = {
@@ -42,7 +42,7 @@ def translate(sequence: str, code: int = 1, *, to_stop: bool = False) -> str:
     bases = np.frombuffer(sequence.upper().encode("ascii", "replace"), dtype=np.uint8)
     codons = bases[: len(bases) // 3 * 3].reshape(-1, 3)
     numbers, known = _codon_numbers(codons)
-    table = np.frombuffer(code_of(code).encode(), dtype=np.uint8)
+    table = np.frombuffer(get_code(code).encode(), dtype=np.uint8)
     protein = table[numbers]
     for at in np.flatnonzero(~known):
         protein[at] = ord(_ambiguous_codon(codons[at].tobytes().decode("ascii"), code))
@@ -58,10 +58,10 @@ def orfs(
     One is from the first of `starts` in its frame to the next stop, with both: as long as that stop
     allows. Those shorter than `min_length` letters, and those that the sequence ends in, are none.
     """
-    table = np.frombuffer(code_of(code).encode(), dtype=np.uint8)
+    table = np.frombuffer(get_code(code).encode(), dtype=np.uint8)
     stops = np.flatnonzero(table == ord(PROTEIN.stop))
-    begin = [_number_of(codon) for codon in starts]
-    found: list[Part] = []
+    begin = [_codon_index(codon) for codon in starts]
+    matches: list[Part] = []
     for strand, letters in ((1, sequence), (-1, reverse_complement(sequence))):
         bases = np.frombuffer(letters.upper().encode("ascii", "replace"), dtype=np.uint8)
         for frame in range(min(3, len(bases))):
@@ -69,12 +69,12 @@ def orfs(
             for first, last in _frames(codons, begin, stops):
                 start, end = frame + 3 * first, frame + 3 * (last + 1)
                 if end - start >= min_length:
-                    found.append(
+                    matches.append(
                         Part(start, end, 1)
                         if strand > 0
                         else Part(len(bases) - end, len(bases) - start, -1)
                     )
-    return sorted(found)
+    return sorted(matches)
 
 
 def _codon_numbers(codons: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -85,10 +85,10 @@ def _codon_numbers(codons: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArra
     return np.where(known, places, 0), known
 
 
-def _number_of(codon: str) -> int:
+def _codon_index(codon: str) -> int:
     letters = codon.upper().replace("U", "T")
     if len(letters) != 3 or not set(letters) <= set(BASES):
-        raise RecipeError(f"{codon!r} is no codon; write three of A, C, G and T")
+        raise ConfigError(f"{codon!r} is no codon; write three of A, C, G and T")
     first, second, third = map(BASES.index, letters)
     return 16 * first + 4 * second + third
 
@@ -101,10 +101,10 @@ _BASE_NUMBERS[ord("U")] = BASES.index("T")
 @lru_cache(maxsize=2**15)
 def _ambiguous_codon(codon: str, code: int) -> str:
     if not set(codon) <= set(_MEANS):
-        raise RecipeError(f"codon {codon!r} has letters that are none of DNA or RNA")
-    table = code_of(code)
+        raise ConfigError(f"codon {codon!r} has letters that are none of DNA or RNA")
+    table = get_code(code)
     spelt = ("".join(each) for each in product(*(_MEANS[letter] for letter in codon)))
-    meanings = frozenset(table[_number_of(each)] for each in spelt)
+    meanings = frozenset(table[_codon_index(each)] for each in spelt)
     if len(meanings) == 1:
         return next(iter(meanings))
     return _EITHER.get(meanings, PROTEIN.unknown)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 BASES = "TCAG"
 """The order in which NCBI lists codons: TTT, TTC, TTA, TTG, TCT, and so on to GGG."""
@@ -39,11 +39,11 @@ BY_CONTEXT = (27, 28, 31)
 """Codes in which a codon is an amino acid or a stop by what stands around it."""
 
 
-def code_of(number: int) -> str:
+def get_code(number: int) -> str:
     """Return a code, or refuse a number that is none."""
     if number in CODES:
         return CODES[number]
     why = "there is no such code"
     if number in BY_CONTEXT:
         why = "codons of it are amino acids or stops by what stands around them"
-    raise RecipeError(f"genetic code {number}: {why}; write one of {', '.join(map(str, CODES))}")
+    raise ConfigError(f"genetic code {number}: {why}; write one of {', '.join(map(str, CODES))}")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowcast.config.problems import shortened
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.features import Feature, Part
 from narrowcast.workloads.genomics.sequences.readers.record import Record
 from narrowcast.workloads.genomics.sequences.tokenizers import Ids, Spans
@@ -25,7 +25,7 @@ def base_labels(
     classes: Mapping[str, int],
     *,
     circular: bool = False,
-    place: str = "",
+    location: str = "",
 ) -> Ids:
     """Return the class of each base: that of the features it lies in, or 0.
 
@@ -37,7 +37,7 @@ def base_labels(
     by_kind: dict[str, list[Part]] = {}
     for feature in features:
         by_kind.setdefault(feature.kind, []).extend(feature.parts)
-    where = place or "a sequence"
+    where = location or "a sequence"
     for name, number in classes.items():
         # A kind of that very name, however it ends, comes before a strand.
         kind, strand = (name, 0) if name in by_kind else _kind_and_strand(name)
@@ -68,7 +68,7 @@ def token_labels(
     """
     starts, ends = spans
     if len(ends) and int(ends.max()) > len(labels):
-        raise RecipeError(
+        raise ConfigError(
             f"tokens reach to letter {int(ends.max())}, and there are {len(labels)} labels; give a "
             "label for each letter"
         )
@@ -102,7 +102,7 @@ def base_values(values: NDArray[Any], spans: Spans, length: int) -> NDArray[Any]
     values, starts, ends = values[real], starts[real], ends[real]
     if not len(starts):
         if length:
-            raise RecipeError(f"there are no tokens with letters, and {length} letters want values")
+            raise ConfigError(f"there are no tokens with letters, and {length} letters want values")
         return values
     middles = starts + ends - 1  # in halves of a letter
     borders = (middles[:-1] + middles[1:]) / 2
@@ -121,8 +121,9 @@ def letter_labels(record: Record, column: str, classes: Sequence[str]) -> Ids:
     items = list(value) if isinstance(value, str | list) else None
     if items is None or len(items) != len(record.sequence):
         count = "no list" if items is None else f"{len(items)}"
-        raise RecipeError(
-            f"{record.place}: {column} has {count} labels for {len(record.sequence)} letters; give "
+        raise ConfigError(
+            f"{record.location}: {column} has {count} labels for {len(record.sequence)} letters; "
+            "give "
             "one for each letter"
         )
     if all(isinstance(item, str) for item in items):
@@ -145,7 +146,9 @@ def number_label(record: Record, column: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise RecipeError(f"{record.place}: {column} is {shortened(repr(value))}, no finite number")
+        raise ConfigError(
+            f"{record.location}: {column} is {shortened(repr(value))}, no finite number"
+        )
     return number
 
 
@@ -158,7 +161,7 @@ def _lay(labels: Ids, part: Part, number: int, *, circular: bool, what: str) -> 
     length = len(labels)
     start, end = part.start, part.end
     if start < 0 or start >= length or (end > length and (not circular or end - start > length)):
-        raise RecipeError(
+        raise ConfigError(
             f"{what} at {start + 1} to {end} lies beyond its {length} letters; give the sequence "
             "that the features are of, or say that it is circular"
         )
@@ -168,8 +171,8 @@ def _lay(labels: Ids, part: Part, number: int, *, circular: bool, what: str) -> 
 
 def _field(record: Record, column: str) -> Any:
     if column not in record.fields:
-        raise RecipeError(
-            f"{record.place} has no column {column}; it has "
+        raise ConfigError(
+            f"{record.location} has no column {column}; it has "
             f"{shortened(', '.join(record.fields) or 'none', 200)} beside its sequence"
         )
     return record.fields[column]
@@ -186,7 +189,7 @@ def _class(value: Any, column: str, classes: Sequence[str], record: Record) -> i
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < len(classes):
         return number
-    raise RecipeError(
-        f"{record.place}: {column} is {shortened(repr(value))}; classes are "
+    raise ConfigError(
+        f"{record.location}: {column} is {shortened(repr(value))}; classes are "
         f"{shortened(', '.join(classes), 200)}, or their numbers from 0"
     )

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import DNA, Alphabet
 from narrowcast.workloads.genomics.sequences.features import Part
 from narrowcast.workloads.genomics.sequences.tokenizers import KmerTokenizer
@@ -22,7 +22,7 @@ class Window(NamedTuple):
 def reverse_complement(sequence: str, alphabet: Alphabet = DNA) -> str:
     """Return the other strand, read in its own direction; case and IUPAC's letters are kept."""
     if alphabet.complement is None:
-        raise RecipeError(f"{alphabet.name} has no other strand; leave reverse complements out")
+        raise ConfigError(f"{alphabet.name} has no other strand; leave reverse complements out")
     return sequence.translate(_opposite(alphabet))[::-1]
 
 
@@ -72,7 +72,7 @@ def sliding_windows(
     dropped.
     """
     if length < 1 or stride < 1:
-        raise RecipeError(f"windows of {length} letters every {stride}: both are at least 1")
+        raise ConfigError(f"windows of {length} letters every {stride}: both are at least 1")
     start = 0
     while start + length <= len(sequence):
         yield Window(start, sequence[start : start + length])
@@ -103,7 +103,7 @@ def mutate(
     rates = {"substitutions": substitutions, "insertions": insertions, "deletions": deletions}
     for name, rate in rates.items():
         if not 0.0 <= rate <= 1.0:
-            raise RecipeError(f"{name}={rate}: a rate is from 0 to 1")
+            raise ConfigError(f"{name}={rate}: a rate is from 0 to 1")
     letters = np.frombuffer(alphabet.letters.encode(), dtype=np.uint8)
     own = np.frombuffer(sequence.encode("ascii", "replace"), dtype=np.uint8).copy()
     codes = np.full(256, -1)
@@ -112,11 +112,11 @@ def mutate(
     changed = known & (generator.random(len(own)) < substitutions)
     shift = generator.integers(1, len(letters), len(own))
     own[changed] = letters[(codes[own] + shift) % len(letters)][changed]
-    kept = ~(known & (generator.random(len(own)) < deletions))
+    stored = ~(known & (generator.random(len(own)) < deletions))
     added = generator.random(len(own)) < insertions
     new = letters[generator.integers(0, len(letters), len(own))]
     both = np.stack([own, new], axis=1)
-    return both[np.stack([kept, added], axis=1)].tobytes().decode("ascii")
+    return both[np.stack([stored, added], axis=1)].tobytes().decode("ascii")
 
 
 @lru_cache

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import Alphabet
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -81,7 +81,7 @@ class Tokenizer(ABC):
         held = np.arange(self.width) >= self.width - added[:, None]
         return self._letters[ids][held].tobytes().decode("ascii")
 
-    def spans_of(self, ids: Ids) -> Spans:
+    def token_spans(self, ids: Ids) -> Spans:
         """Return where each token begins and ends in the sequence that `decode` gives.
 
         Specials lie between two letters: they end where they begin.
@@ -174,7 +174,7 @@ class Tokenizer(ABC):
     def _checked(self, ids: Ids) -> Ids:
         ids = np.asarray(ids, dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            raise RecipeError(
+            raise ConfigError(
                 f"ids from {ids.min()} to {ids.max()} are not of this tokenizer, which has "
                 f"{self.vocab_size} tokens; decode with the tokenizer that encoded them"
             )
@@ -214,12 +214,12 @@ class KmerTokenizer(Tokenizer):
     def __post_init__(self) -> None:
         """Refuse lengths that make no tokens, or too many."""
         if self.k < 1 or not 0 <= self.overlap < self.k:
-            raise RecipeError(
+            raise ConfigError(
                 f"k={self.k} overlap={self.overlap}: k is at least 1, and overlap from 0 to k - 1"
             )
         size = len(self.alphabet.letters) ** self.k
         if size > MOST_TOKENS:
-            raise RecipeError(
+            raise ConfigError(
                 f"k={self.k} makes {size:,} tokens of {self.alphabet.name}, and {MOST_TOKENS:,} "
                 "are the most; write a smaller k"
             )
@@ -299,7 +299,7 @@ class KmerTokenizer(Tokenizer):
         return table
 
 
-def tokenizer_of(
+def make_tokenizer(
     kind: Literal["byte", "kmer"], alphabet: Alphabet, k: int = 3, overlap: int = 1
 ) -> Tokenizer:
     """Return the tokenizer of a recipe; one of letters has no use for `k` and `overlap`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from narrowcast.config.problems import shortened, shown_path
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
 from narrowcast.workloads.genomics.sequences.readers.vcf import Variant
@@ -68,8 +68,8 @@ class Reference:
                 start, last = int(region["first"]), int(region["last"])
                 contig = Contig(chrom=region["chrom"], first=start, sequence=record.sequence)
                 if contig.last != last:
-                    raise RecipeError(
-                        f"{record.place} is named {shortened(record.name)}, which are "
+                    raise ConfigError(
+                        f"{record.location} is named {shortened(record.name)}, which are "
                         f"{last - start + 1} letters, and has {len(record.sequence)}; give its "
                         "first position by `first`"
                     )
@@ -79,12 +79,12 @@ class Reference:
     @cached_property
     def _by_chrom(self) -> dict[str, list[Contig]]:
         """Contigs by their plain names: a genome has hundreds, and millions of variants."""
-        found: dict[str, list[Contig]] = {}
+        results: dict[str, list[Contig]] = {}
         for contig in self.contigs:
-            found.setdefault(_plain(contig.chrom), []).append(contig)
-        return found
+            results.setdefault(_plain(contig.chrom), []).append(contig)
+        return results
 
-    def contig_of(self, variant: Variant) -> Contig:
+    def find_contig(self, variant: Variant) -> Contig:
         """Return the contig that a variant lies on; chr17 and 17 are the same."""
         named = self._by_chrom.get(_plain(variant.chrom), [])
         end = variant.position + len(variant.reference) - 1
@@ -92,8 +92,8 @@ class Reference:
             if contig.first <= variant.position and end <= contig.last:
                 return contig
         pieces = [f"{each.chrom}:{each.first}-{each.last}" for each in named or self.contigs]
-        raise RecipeError(
-            f"{variant.place}: {shortened(variant.chrom)}:{variant.position} is not in "
+        raise ConfigError(
+            f"{variant.location}: {shortened(variant.chrom)}:{variant.position} is not in "
             f"{shown_path(self.file)}, which has {shortened(', '.join(pieces), 200)}; "
             + (
                 "is it another assembly?"
@@ -112,17 +112,17 @@ def variant_pairs(
     right end, a deletion brings letters in there: both windows are as long, and begin alike.
     """
     for variant in variants:
-        _refuse_symbols(variant)
+        _check_symbols(variant)
         longest = max(len(variant.reference), len(variant.alternative))
         if longest > length:
-            raise RecipeError(
-                f"{variant.place}: an allele has {longest} letters, and windows have {length}; "
+            raise ConfigError(
+                f"{variant.location}: an allele has {longest} letters, and windows have {length}; "
                 "write longer windows, or leave it out"
             )
-        contig = reference.contig_of(variant)
+        contig = reference.find_contig(variant)
         start = variant.position - contig.first
         end = start + len(variant.reference)
-        _refuse_other_letters(variant, contig.sequence[start:end], reference)
+        _check_reference(variant, contig.sequence[start:end], reference)
         at = (length - longest) // 2
         left = _letters(contig.sequence, start - at, start)
         right = _letters(contig.sequence, end, end + length)
@@ -146,18 +146,20 @@ def _plain(chrom: str) -> str:
     return "MT" if plain == "M" else plain
 
 
-def _refuse_symbols(variant: Variant) -> None:
+def _check_symbols(variant: Variant) -> None:
     if not DNA.fits(variant.alternative) or not variant.alternative.isalpha():
-        raise RecipeError(
-            f"{variant.place}: the alternative is {shortened(variant.alternative)!r}, which spells "
+        raise ConfigError(
+            f"{variant.location}: the alternative is {shortened(variant.alternative)!r}, which "
+            "spells "
             "no sequence; leave such variants out (bcftools view -v snps,indels)"
         )
 
 
-def _refuse_other_letters(variant: Variant, found: str, reference: Reference) -> None:
-    if found != variant.reference:
-        raise RecipeError(
-            f"{variant.place}: the reference of {shortened(variant.chrom)}:{variant.position} is "
-            f"{shortened(variant.reference)} there and {shortened(found)} in "
+def _check_reference(variant: Variant, result: str, reference: Reference) -> None:
+    if result != variant.reference:
+        raise ConfigError(
+            f"{variant.location}: the reference of {shortened(variant.chrom)}:{variant.position} "
+            "is "
+            f"{shortened(variant.reference)} there and {shortened(result)} in "
             f"{shown_path(reference.file)}; is it another assembly, or counted from 0?"
         )

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.hardware.trial import cache_folder
-from narrowcast.plain_files import open_plain, path_of, read_plain
-from narrowcast.runs.writing import explain_write_error, written_beside
-from narrowcast.training.checkpoints.data_identity import digest_of
+from narrowcast.plain_files import expand_path, open_plain, read_plain
+from narrowcast.runs.writing import explain_write_error, written_atomically
+from narrowcast.training.checkpoints.data_identity import fingerprint
 from narrowcast.workloads.sft.data.report import Tally
 from narrowcast.workloads.sft.data.rows import Row
 from narrowcast.workloads.sft.data.settings import SftData
@@ -31,7 +31,7 @@ MATTERS = (
 PIECE = 2**20
 
 
-class Kept(NamedTuple):
+class CachedRows(NamedTuple):
     """What is kept: the rows of train and validation sources, and what is told of them."""
 
     train: TokenRows
@@ -39,21 +39,21 @@ class Kept(NamedTuple):
     about: dict[str, Any]
 
 
-def cache_folder_of(data: SftData) -> Path:
+def token_cache_folder(data: SftData) -> Path:
     """Return the folder tokens are kept in; one that is not there is made."""
     named = data.pretokenize_cache_dir
-    folder = cache_folder() / "sft" if named is None else path_of(named)
+    folder = cache_folder() / "sft" if named is None else expand_path(named)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecipeError(
+        raise ConfigError(
             f"data.pretokenize_cache_dir={folder} cannot be made: {explain_write_error(error)}; "
             "name another folder, or write data.pretokenize=false"
         ) from error
     return folder
 
 
-def key_of(sources: Sources, template: Template, data: SftData) -> str:
+def cache_key(sources: Sources, template: Template, data: SftData) -> str:
     """Return a SHA-256 of all that the tokens depend on: contents, tokenizer, settings."""
     whole = hashlib.sha256()
     settings = data.model_dump(include=set(MATTERS))
@@ -73,21 +73,21 @@ def key_of(sources: Sources, template: Template, data: SftData) -> str:
     return whole.hexdigest()
 
 
-def save(folder: Path, key: str, kept: Kept) -> None:
+def save(folder: Path, key: str, stored: CachedRows) -> None:
     """Write tokens to a file of their own, which is whole or absent."""
     from safetensors.numpy import save_file
 
-    arrays = _arrays("train", kept.train)
-    if kept.validation is not None:
-        arrays |= _arrays("validation", kept.validation)
-    arrays["about"] = _as_array({"key": key, "about": kept.about})
+    arrays = _arrays("train", stored.train)
+    if stored.validation is not None:
+        arrays |= _arrays("validation", stored.validation)
+    arrays["about"] = _as_array({"key": key, "about": stored.about})
     arrays["digest"] = _as_array(_digest(arrays))
     hint = "name another data.pretokenize_cache_dir, or write data.pretokenize=false"
-    with written_beside(_path(folder, key), hint=hint) as beside:
-        save_file(arrays, beside)
+    with written_atomically(_path(folder, key), hint=hint) as extra:
+        save_file(arrays, extra)
 
 
-def load(folder: Path, key: str) -> tuple[Kept | None, str]:
+def load(folder: Path, key: str) -> tuple[CachedRows | None, str]:
     """Return the tokens that were kept under `key`, if any; or why those there are of no use."""
     path = _path(folder, key)
     try:
@@ -104,7 +104,7 @@ class _DamagedError(Exception):
     """A file is not as it was written."""
 
 
-def _checked(content: bytes, key: str) -> Kept:
+def _checked(content: bytes, key: str) -> CachedRows:
     from safetensors import SafetensorError
     from safetensors.numpy import load as parsed
 
@@ -116,7 +116,7 @@ def _checked(content: bytes, key: str) -> Kept:
         if said["key"] != key or not Tally.is_sound(said["about"]):
             raise _DamagedError("they are of something else")
         validation = _rows(arrays, "validation") if "validation.tokens" in arrays else None
-        return Kept(_rows(arrays, "train"), validation, said["about"])
+        return CachedRows(_rows(arrays, "train"), validation, said["about"])
     except (SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
         raise _DamagedError(type(error).__name__) from error
 
@@ -146,7 +146,7 @@ def _as_array(value: object) -> NDArray[np.uint8]:
 
 def _digest(arrays: dict[str, NDArray[Any]]) -> str:
     names = sorted(arrays)
-    return f"{' '.join(names)} {digest_of(*(arrays[name] for name in names))}"
+    return f"{' '.join(names)} {fingerprint(*(arrays[name] for name in names))}"
 
 
 def _content(source: Source) -> str:
@@ -166,7 +166,7 @@ def _bytes(path: Path) -> Iterable[bytes]:
             while piece := file.read(PIECE):
                 yield piece
     except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _row_bytes(row: Row) -> bytes:

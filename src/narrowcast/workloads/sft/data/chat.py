@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from narrowcast.config.problems import shortened
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.conversation import Conversation
 
 TODAY = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
@@ -43,7 +43,7 @@ def chat_pieces(
     that writes a turn in another way once others follow is refused: nobody could say what to learn.
     """
     messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
-    rendered = _Rendered(tokenizer, messages, conversation.place)
+    rendered = _Rendered(tokenizer, messages, conversation.location)
     done, last, eos = 0, len(conversation.turns) - 1, str(tokenizer.eos_token)
     for number, turn in enumerate(conversation.turns):
         if turn.role == "assistant":
@@ -66,7 +66,7 @@ def chat_pieces(
 def chat_whole(conversation: Conversation, tokenizer: Any) -> Iterator[Piece]:
     """Write a conversation as the tokenizer's template does, all of it to be learnt."""
     messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
-    full = _Rendered(tokenizer, messages, conversation.place).full
+    full = _Rendered(tokenizer, messages, conversation.location).full
     yield Piece(full, True)
     if not full.rstrip().endswith(tokenizer.eos_token):
         yield Piece(tokenizer.eos_token, True)
@@ -81,26 +81,26 @@ def special_texts(tokenizer: Any) -> frozenset[str]:
 class _Rendered:
     """One conversation, written in full and up to each of its turns."""
 
-    def __init__(self, tokenizer: Any, messages: list[dict[str, str]], place: str) -> None:
-        self._tokenizer, self._messages, self._place = tokenizer, messages, place
+    def __init__(self, tokenizer: Any, messages: list[dict[str, str]], location: str) -> None:
+        self._tokenizer, self._messages, self._location = tokenizer, messages, location
         self._through: dict[int, str] = {}
         self.full = self._render(len(messages))
         self._check_nothing_is_left_out()
 
     def response(self, number: int) -> tuple[int, int, int]:
         """Return where a response begins, where its words end, and where its turn does."""
-        prompt, bare = self._render(number, asked=True), self._render(number)
-        words = self._messages[number]["content"].strip()
+        prompt, bare = self._render(number, requested=True), self._render(number)
+        terms = self._messages[number]["content"].strip()
         stop = _same(self.through(number), self.full)
         start = len(prompt)
         turn = self.full[start:stop]
-        if not self.full.startswith(prompt) or words not in turn:
+        if not self.full.startswith(prompt) or terms not in turn:
             raise self.unstable(number)
-        at = turn.index(words) if turn.lstrip().startswith(words) else turn.rindex(words)
+        at = turn.index(terms) if turn.lstrip().startswith(terms) else turn.rindex(terms)
         if prompt == bare:
             # It has no words to ask for an answer with, so they are in the turn.
             start, turn, at = start + at, turn[at:], 0
-        return start, start + at + len(words), stop
+        return start, start + at + len(terms), stop
 
     def through(self, number: int) -> str:
         """Return the text of all turns up to this one."""
@@ -114,9 +114,10 @@ class _Rendered:
         """Say whether a turn stays as it is when others follow."""
         return self.full.startswith(self.through(number))
 
-    def unstable(self, number: int) -> RecipeError:
-        return RecipeError(
-            f"{self._place}, turn {number + 1}: the tokenizer's chat template writes this response "
+    def unstable(self, number: int) -> ConfigError:
+        return ConfigError(
+            f"{self._location}, turn {number + 1}: the tokenizer's chat template writes this "
+            "response "
             "in another way, or not at all, once other turns follow, so that what to learn is not "
             "known; write data.template_format=chatml, or data.loss_on=all"
         )
@@ -131,24 +132,24 @@ class _Rendered:
             text = message["content"].strip()
             forms = (text, json.dumps(text, ensure_ascii=False)[1:-1])
             if message["role"] != "assistant" and not any(form in self.full for form in forms):
-                raise RecipeError(
-                    f"{self._place}: the tokenizer's chat template leaves the {message['role']} "
+                raise ConfigError(
+                    f"{self._location}: the tokenizer's chat template leaves the {message['role']} "
                     f"message out, got {shortened(text)!r}. Write data.template_format=chatml, or "
                     "remove the message from the row."
                 )
 
-    def _render(self, count: int, *, asked: bool = False) -> str:
+    def _render(self, count: int, *, requested: bool = False) -> str:
         try:
             template = self._tokenizer.get_chat_template()
             text = self._tokenizer.apply_chat_template(
                 self._messages[:count],
                 chat_template=TODAY + template if "strftime_now" in template else template,
                 tokenize=False,
-                add_generation_prompt=asked,
+                add_generation_prompt=requested,
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise RecipeError(
-                f"{self._place}: the tokenizer's chat template fails: "
+            raise ConfigError(
+                f"{self._location}: the tokenizer's chat template fails: "
                 f"{shortened(str(error), 300)}; mend the row or the template, or write "
                 "data.template_format=chatml"
             ) from error

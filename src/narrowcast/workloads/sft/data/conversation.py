@@ -24,7 +24,7 @@ class Conversation(NamedTuple):
     """Turns in their order, and where they were found."""
 
     turns: tuple[Turn, ...]
-    place: str
+    location: str
     """The file and line, or the row, as messages name it."""
 
     @property

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from narrowcast.config.problems import shortened
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.conversation import Conversation, Turn
-from narrowcast.workloads.sft.data.messages import turns_of
+from narrowcast.workloads.sft.data.messages import parse_turns
 from narrowcast.workloads.sft.data.rows import Row
 from narrowcast.workloads.sft.data.settings import Columns, FormatChoice
 
@@ -71,37 +71,37 @@ class Conversations:
             self.count += 1
             if self.format is None:
                 self.format = self._first(row)
-            elif self._choice == "auto" and not self._columns.given:
+            elif self._choice == "auto" and not self._columns.are_set:
                 self._require_same(row, self.format)
-            yield Conversation(_turns(row, self.format), row.place)
+            yield Conversation(_turns(row, self.format), row.location)
 
     def _first(self, row: Row) -> Format:
-        if self._columns.given:
-            given = self._columns.model_dump()
-            named = Format("columns", **{what: name or "" for what, name in given.items()})
+        if self._columns.are_set:
+            inputs = self._columns.model_dump()
+            named = Format("columns", **{what: name or "" for what, name in inputs.items()})
             for key in named.keys:
                 _value(row, key)
             return named
         if self._choice == "infer":
-            return inferred(row.values, row.place)
+            return inferred(row.values, row.location)
         if self._choice != "auto":
             return next(each for each in FORMATS if each.name == self._choice)
-        found = detected(row.values)
-        if found is None:
-            _refuse_separator(row)
-            raise RecipeError(
-                f"{row.place} has the columns {_listed(row.values)}, which are no known format; "
+        result = detected(row.values)
+        if result is None:
+            _check_separator(row)
+            raise ConfigError(
+                f"{row.location} has the columns {_listed(row.values)}, which are no known format; "
                 "write data.columns.instruction=COLUMN data.columns.response=COLUMN, or "
                 "data.format=infer to go by what names look like"
             )
-        return found
+        return result
 
     def _require_same(self, row: Row, first: Format) -> None:
-        found = detected(row.values)
-        if found != first:
-            other = f"as {found.name}" if found else f"as no format, with {_listed(row.values)}"
-            raise RecipeError(
-                f"{row.place} reads {other}, and the rows before it as {first.name}; give each "
+        matched = detected(row.values)
+        if matched != first:
+            other = f"as {matched.name}" if matched else f"as no format, with {_listed(row.values)}"
+            raise ConfigError(
+                f"{row.location} reads {other}, and the rows before it as {first.name}; give each "
                 f"format a file of its own, or write data.format={first.name}"
             )
 
@@ -111,30 +111,30 @@ def detected(keys: Collection[str]) -> Format | None:
     return next((each for each in FORMATS if all(key in keys for key in each.keys)), None)
 
 
-def inferred(keys: Collection[str], place: str) -> Format:
+def inferred(keys: Collection[str], location: str) -> Format:
     """Return the columns whose names look like an instruction and like a response."""
     response = _likest(keys, RESPONSE_LIKE)
     instruction = _likest([key for key in keys if key not in response], INSTRUCTION_LIKE)
     if len(response) != 1 or len(instruction) != 1:
-        raise RecipeError(
-            f"{place}: of the columns {_listed(keys)}, {_said(instruction)} like an instruction "
+        raise ConfigError(
+            f"{location}: of the columns {_listed(keys)}, {_said(instruction)} like an instruction "
             f"and {_said(response)} like a response; write data.columns.instruction=COLUMN "
             "data.columns.response=COLUMN"
         )
     return Format(f"inferred {instruction[0]}+{response[0]}", instruction[0], response[0])
 
 
-def _likest(keys: Collection[str], words: tuple[str, ...]) -> list[str]:
+def _likest(keys: Collection[str], overrides: tuple[str, ...]) -> list[str]:
     """Return the columns that hold the first of `words` that any of them holds."""
-    for word in words:
-        if found := [key for key in keys if word in key.lower()]:
-            return found
+    for word in overrides:
+        if matches := [key for key in keys if word in key.lower()]:
+            return matches
     return []
 
 
 def _turns(row: Row, form: Format) -> tuple[Turn, ...]:
     if form.messages:
-        return turns_of(_value(row, form.messages), row.place)
+        return parse_turns(_value(row, form.messages), row.location)
     if form.text:
         return (Turn("text", _text(row, form.text)),)
     # Of a format that was asked for, these may be left out; where it was found, they are there.
@@ -149,7 +149,7 @@ def _turns(row: Row, form: Format) -> tuple[Turn, ...]:
 
 def _value(row: Row, key: str) -> object:
     if key not in row.values:
-        raise RecipeError(f"{row.place} has no column {key}; it has {_listed(row.values)}")
+        raise ConfigError(f"{row.location} has no column {key}; it has {_listed(row.values)}")
     return row.values[key]
 
 
@@ -160,7 +160,7 @@ def _text(row: Row, key: str) -> str:
         case str() as text:
             return text
         case bool() | list() | dict() | bytes() as other:
-            raise RecipeError(f"{row.place}: {key} is a {type(other).__name__}, not a text")
+            raise ConfigError(f"{row.location}: {key} is a {type(other).__name__}, not a text")
         case float() as number if not math.isfinite(number):
             return ""  # what pandas and pyarrow make of a field that is not there
         case number:
@@ -171,17 +171,17 @@ def _listed(keys: Collection[str]) -> str:
     return shortened(", ".join(map(str, keys)) or "none", 200)
 
 
-def _said(found: list[str]) -> str:
-    names = _listed(found)
-    return f"{names} {'looks' if len(found) < 2 else 'look'}"
+def _said(matches: list[str]) -> str:
+    names = _listed(matches)
+    return f"{names} {'looks' if len(matches) < 2 else 'look'}"
 
 
-def _refuse_separator(row: Row) -> None:
+def _check_separator(row: Row) -> None:
     """Refuse a table that was read as one column, because other signs than commas part its own."""
     (first, *others) = row.values
     sign = next((sign for sign in (";", "\t", "|") if sign in first), None)
     if not others and sign is not None:
-        raise RecipeError(
-            f"{row.place} has one column, {first!r}: its columns seem to be parted by {sign!r}, "
+        raise ConfigError(
+            f"{row.location} has one column, {first!r}: its columns seem to be parted by {sign!r}, "
             "and a .csv is read with commas; save it with commas"
         )

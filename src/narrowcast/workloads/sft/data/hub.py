@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from narrowcast.config.problems import shortened
 from narrowcast.config.workload import require_modules
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.workloads.sft.data.rows import INSTALL, Row
 
 VALIDATION = ("validation", "val", "dev", "valid")
@@ -25,19 +25,20 @@ class HubSplits(NamedTuple):
 
 def hub_splits(name: str, config: str | None, *, key: str) -> HubSplits:
     """Load a data set, from the Hub or from the copy that `datasets` keeps of it."""
-    asked = f"data.{key}={name}: there is no such file, and a data set of the Hugging Face Hub"
-    require_modules(["datasets"], of=asked, install=INSTALL)
+    requested = f"data.{key}={name}: there is no such file, and a data set of the Hugging Face Hub"
+    require_modules(["datasets"], of=requested, install=INSTALL)
     import datasets
 
     try:
         loaded = datasets.load_dataset(name, config)
     except (ConnectionError, TimeoutError) as error:
         raise UnsupportedError(
-            f"{asked} cannot be reached from here, and no copy is kept: {error}; write a local file"
+            f"{requested} cannot be reached from here, and no copy is kept: {error}; write a "
+            "local file"
         ) from error
     except Exception as error:  # of what it calls in turn, over the net and on the disk
-        raise RecipeError(
-            f"{asked} cannot be loaded: {shortened(str(error), 300)}; write a name, or a file, "
+        raise ConfigError(
+            f"{requested} cannot be loaded: {shortened(str(error), 300)}; write a name, or a file, "
             "that is there"
         ) from error
     return _chosen(name, dict(loaded))
@@ -45,7 +46,7 @@ def hub_splits(name: str, config: str | None, *, key: str) -> HubSplits:
 
 def _chosen(name: str, splits: dict[str, Any]) -> HubSplits:
     if not splits:
-        raise RecipeError(f"data set {name} has no splits; name another")
+        raise ConfigError(f"data set {name} has no splits; name another")
     train = "train" if "train" in splits else next(iter(splits))
     held = next((each for each in VALIDATION if each in splits and each != train), "")
     return HubSplits(
@@ -62,4 +63,4 @@ def _rows(name: str, split: str, rows: Any) -> Iterator[Row]:
     for number, values in enumerate(rows, 1):
         yield Row(values, f"{name} ({split}), row {number}")
     if not number:
-        raise RecipeError(f"split {split} of data set {name} has no rows; name another data set")
+        raise ConfigError(f"split {split} of data set {name} has no rows; name another data set")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.conversation import Conversation
 from narrowcast.workloads.sft.data.report import Tally
 from narrowcast.workloads.sft.data.settings import SftData
@@ -12,7 +12,7 @@ LONG_RESPONSE = "a response longer than response_max_length"
 LONG_INSTRUCTION = "an instruction longer than instruction_max_length"
 
 
-def fit_of(
+def filter_rows(
     conversations: Iterable[Conversation], data: SftData, tally: Tally
 ) -> Iterator[Conversation]:
     """Yield what is fit to learn from; count why the others are not, or refuse the first."""
@@ -20,8 +20,8 @@ def fit_of(
         require_characters(conversation)
         if wrong := _unanswered(conversation):
             if data.empty_response == "refuse":
-                raise RecipeError(
-                    f"{conversation.place}: {wrong}; mend the row, or write "
+                raise ConfigError(
+                    f"{conversation.location}: {wrong}; mend the row, or write "
                     "data.empty_response=drop to leave such rows out"
                 )
             tally.dropped[EMPTY] += 1
@@ -61,7 +61,7 @@ def require_characters(conversation: Conversation) -> None:
         try:
             turn.whole.encode()
         except UnicodeEncodeError as error:
-            raise RecipeError(
-                f"{conversation.place}: half a character (a lone surrogate) at {error.start} of "
+            raise ConfigError(
+                f"{conversation.location}: half a character (a lone surrogate) at {error.start} of "
                 f"what the {turn.role} says; write the row anew"
             ) from error

@@ -3,7 +3,7 @@
 from typing import Any
 
 from narrowcast.config.problems import shortened
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.conversation import Role, Turn
 
 ROLES: dict[str, Role] = {
@@ -17,50 +17,54 @@ ROLES: dict[str, Role] = {
 CALLS = ("tool_calls", "function_call")
 
 
-def turns_of(messages: Any, place: str) -> tuple[Turn, ...]:
+def parse_turns(messages: Any, location: str) -> tuple[Turn, ...]:
     """Return the turns of a list of messages, in their order."""
     if not isinstance(messages, list) or not messages:
-        raise RecipeError(
-            f'{place}: its messages are no list of some; write [{{"role": "user", "content": ...}}]'
+        raise ConfigError(
+            f"{location}: its messages are no list of some; write "
+            f'[{{"role": "user", "content": ...}}]'
         )
-    turns = tuple(_turn(each, f"{place}, message {n}") for n, each in enumerate(messages, 1))
+    turns = tuple(_turn(each, f"{location}, message {n}") for n, each in enumerate(messages, 1))
     late = [turn for turn in turns[1:] if turn.role == "system"]
     if late:
-        raise RecipeError(f"{place}: a system message after the first; put it first, or leave it")
+        raise ConfigError(
+            f"{location}: a system message after the first; put it first, or leave it"
+        )
     return turns
 
 
-def _turn(message: Any, place: str) -> Turn:
+def _turn(message: Any, position: str) -> Turn:
     if not isinstance(message, dict):
-        raise RecipeError(f"{place} is no object with a role and a content")
+        raise ConfigError(f"{position} is no object with a role and a content")
     keys = ("role", "content") if "role" in message else ("from", "value")
     if any(message.get(key) for key in CALLS):
-        raise RecipeError(
-            f"{place} calls a tool beside its text, which is not learnt here; leave such rows out"
+        raise ConfigError(
+            f"{position} calls a tool beside its text, which is not learnt here; leave such rows "
+            "out"
         )
     who, said = (message.get(key) for key in keys)
     if not isinstance(who, str) or who.lower() not in ROLES:
-        raise RecipeError(
-            f"{place} is by {shortened(repr(who))}; write role system, user, assistant or tool"
+        raise ConfigError(
+            f"{position} is by {shortened(repr(who))}; write role system, user, assistant or tool"
         )
-    return Turn(ROLES[who.lower()], _content(said, place))
+    return Turn(ROLES[who.lower()], _content(said, position))
 
 
-def _content(said: Any, place: str) -> str:
+def _content(said: Any, location: str) -> str:
     match said:
         case None:
             return ""
         case str():
             return said
         case list():
-            return "".join(_part(part, place) for part in said)
+            return "".join(_part(part, location) for part in said)
         case _:
-            raise RecipeError(f"{place}: its content is a {type(said).__name__}, not a text")
+            raise ConfigError(f"{location}: its content is a {type(said).__name__}, not a text")
 
 
-def _part(part: Any, place: str) -> str:
+def _part(part: Any, location: str) -> str:
     match part:
         case {"type": "text", "text": str() as text}:
             return text
         case _:
-            raise RecipeError(f"{place}: a part of its content is no text; only text is learnt")
+            raise ConfigError(f"{location}: a part of its content is no text; only text is learnt")

@@ -115,7 +115,7 @@ class Lengths(NamedTuple):
     """Tokens of the longest."""
 
 
-def documents_of(position_ids: Tensor) -> Tensor:
+def document_ids(position_ids: Tensor) -> Tensor:
     """Return which conversation of its row each token belongs to, counted from 0."""
     return (position_ids == 0).cumsum(-1) - 1  # (rows, width)
 
@@ -125,7 +125,7 @@ def attention_mask(position_ids: Tensor, dtype: torch.dtype = torch.bool) -> Ten
 
     True where it sees; of a float dtype, what is added to scores: 0, or the lowest number.
     """
-    documents = documents_of(position_ids)
+    documents = document_ids(position_ids)
     width = position_ids.shape[-1]
     causal = torch.ones(width, width, dtype=torch.bool, device=position_ids.device).tril()
     sees = (documents[:, None, :, None] == documents[:, None, None, :]) & causal
@@ -134,7 +134,7 @@ def attention_mask(position_ids: Tensor, dtype: torch.dtype = torch.bool) -> Ten
     return torch.zeros_like(sees, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)
 
 
-def lengths_of(position_ids: Tensor) -> Lengths:
+def sequence_lengths(position_ids: Tensor) -> Lengths:
     """Return where conversations begin in a batch laid end to end; waits for the device."""
     flat = position_ids.reshape(-1)
     starts = (flat == 0).nonzero().reshape(-1).to(torch.int32)

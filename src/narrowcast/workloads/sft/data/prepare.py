@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowcast.errors import RecipeError
-from narrowcast.training.checkpoints.data_identity import digest_of
+from narrowcast.errors import ConfigError
+from narrowcast.training.checkpoints.data_identity import fingerprint
 from narrowcast.workloads.sft.data import cache
 from narrowcast.workloads.sft.data.formats import Conversations
-from narrowcast.workloads.sft.data.judging import fit_of
+from narrowcast.workloads.sft.data.judging import filter_rows
 from narrowcast.workloads.sft.data.packing import Packs, alone, packed
 from narrowcast.workloads.sft.data.report import DataReport, Tally
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.data.sources import Source, Sources, sources_of
+from narrowcast.workloads.sft.data.sources import Source, Sources, find_sources
 from narrowcast.workloads.sft.data.splitting import rows_in_both, split_rows
-from narrowcast.workloads.sft.data.templates import Template, template_of
+from narrowcast.workloads.sft.data.templates import Template, select_template
 from narrowcast.workloads.sft.data.tokenised import Encoder, TokenRows, padding_token
 
 
@@ -31,30 +31,30 @@ class PreparedData:
         """Return a text that is another one for other tokens or marks, of either part."""
         parts = [self.train, *([self.validation] if self.validation is not None else [])]
         rows = [part.rows for part in parts]
-        return digest_of(*(array for r in rows for array in (r.tokens, r.learnt, r.offsets)))
+        return fingerprint(*(array for r in rows for array in (r.tokens, r.learnt, r.offsets)))
 
 
 def prepare_data(data: SftData, tokenizer: Any, *, seed: int) -> PreparedData:
     """Read, check, write, cut, split and pack what a recipe names; everything is told."""
-    template = template_of(
+    template = select_template(
         data.template_format,
         tokenizer,
         instruction_template=data.instruction_template,
         loss_on=data.loss_on,
     )
-    sources = sources_of(data)
-    kept, cached, note = _kept(sources, template, data)
-    train, validation = kept.train, kept.validation
+    sources = find_sources(data)
+    stored, cached, note = _cached_rows(sources, template, data)
+    train, validation = stored.train, stored.validation
     if validation is None:
         train, validation = split_rows(train, data.validation_split, seed=seed)
     padding = padding_token(tokenizer)
     training = _packs(train, data, padding)
     report = DataReport(
-        **{**kept.about, "formats": tuple(kept.about["formats"])},
+        **{**stored.about, "formats": tuple(stored.about["formats"])},
         template=template.name,
         train_rows=len(train),
         validation_rows=0 if validation is None else len(validation),
-        repeated_rows=0 if kept.validation is None else rows_in_both(train, kept.validation),
+        repeated_rows=0 if stored.validation is None else rows_in_both(train, stored.validation),
         tokens=len(train.tokens),
         learnt_tokens=int(train.learnt.sum()),
         packs=len(training),
@@ -73,36 +73,38 @@ def _packs(rows: TokenRows, data: SftData, padding: int) -> Packs:
     return Packs(rows=rows, packs=packs, padding=padding, width=data.max_seq_length)
 
 
-def _kept(sources: Sources, template: Template, data: SftData) -> tuple[cache.Kept, bool, str]:
+def _cached_rows(
+    sources: Sources, template: Template, data: SftData
+) -> tuple[cache.CachedRows, bool, str]:
     """Return the tokens, from the cache where they are kept there; and what went wrong with it."""
     if not data.pretokenize:
         return _tokenised(sources, template, data), False, ""
-    folder, key = cache.cache_folder_of(data), cache.key_of(sources, template, data)
-    found, note = cache.load(folder, key)
-    if found is not None:
-        return found, True, ""
+    folder, key = cache.token_cache_folder(data), cache.cache_key(sources, template, data)
+    result, note = cache.load(folder, key)
+    if result is not None:
+        return result, True, ""
     made = _tokenised(sources, template, data)
     cache.save(folder, key, made)
     return made, False, note
 
 
-def _tokenised(sources: Sources, template: Template, data: SftData) -> cache.Kept:
+def _tokenised(sources: Sources, template: Template, data: SftData) -> cache.CachedRows:
     tally, encoder = Tally(), Encoder.of(template, data)
     train = _rows(sources.train, encoder, tally, key="path")
     held = sources.validation
     validation = _rows(held, encoder, tally, key="validation_path") if held else None
-    return cache.Kept(train, validation, tally.to_json())
+    return cache.CachedRows(train, validation, tally.to_json())
 
 
 def _rows(sources: Sequence[Source], encoder: Encoder, tally: Tally, *, key: str) -> TokenRows:
-    data, found = encoder.data, []
+    data, matched = encoder.data, []
     for source in sources:
         read = Conversations(source.rows(), data.format, data.columns)
-        found += list(encoder.rows(fit_of(read, data, tally), tally))
+        matched += list(encoder.rows(filter_rows(read, data, tally), tally))
         tally.rows_read += read.count
         if read.format is not None:
             tally.formats.add(read.format.name)
-    if not found:
+    if not matched:
         why = ", ".join(f"{count}: {reason}" for reason, count in tally.dropped.items())
-        raise RecipeError(f"data.{key}: no row is left to use ({why}); change what drops them")
-    return TokenRows.joined(found)
+        raise ConfigError(f"data.{key}: no row is left to use ({why}); change what drops them")
+    return TokenRows.joined(matched)

@@ -12,10 +12,10 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from narrowcast.config.problems import shortened
 from narrowcast.config.workload import require_modules
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.plain_files import open_plain
 from narrowcast.runs.environment import host_memory_bytes
-from narrowcast.workloads.sft.data.settings import SUFFIXES, suffix_of
+from narrowcast.workloads.sft.data.settings import SUFFIXES, file_suffix
 
 INSTALL = "narrowcast[sft]"
 LONGEST_ROW = 2**28
@@ -30,14 +30,14 @@ class Row(NamedTuple):
     """Columns and their values, and where they stand."""
 
     values: Mapping[str, Any]
-    place: str
+    location: str
 
 
-def rows_of(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file; a bad one is refused with its number, and so is a file of none."""
-    suffix = suffix_of(path)
+    suffix = file_suffix(path)
     if not suffix:
-        raise RecipeError(f"{path}: write a file that ends in {', '.join(SUFFIXES)}, or .gz after")
+        raise ConfigError(f"{path}: write a file that ends in {', '.join(SUFFIXES)}, or .gz after")
     read = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}[suffix]
     count = 0
     try:
@@ -49,30 +49,30 @@ def rows_of(path: Path) -> Iterator[Row]:
                 count += 1
                 yield row
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise RecipeError(f"{path} is no whole .gz file: {error}; copy it again") from error
+        raise ConfigError(f"{path} is no whole .gz file: {error}; copy it again") from error
     except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     if not count:
-        raise RecipeError(f"{path} has no rows; give a file that has some, or leave it out")
+        raise ConfigError(f"{path} has no rows; give a file that has some, or leave it out")
 
 
 def _jsonl(file: BinaryIO, path: Path) -> Iterator[Row]:
     number = 0
     while line := file.readline(LONGEST_ROW + 1):
         number += 1
-        place = f"{path}, line {number}"
+        position = f"{path}, line {number}"
         if len(line) > LONGEST_ROW:
-            raise RecipeError(f"{place} is longer than {LONGEST_ROW} bytes; is it JSON lines?")
-        text = _decoded(line, place, first=number == 1)
+            raise ConfigError(f"{position} is longer than {LONGEST_ROW} bytes; is it JSON lines?")
+        text = _decoded(line, position, first=number == 1)
         if text.strip():
-            yield Row(_mapping(_parsed(text, place), place), place)
+            yield Row(_mapping(_parsed(text, position), position), position)
 
 
 def _json(file: BinaryIO, path: Path) -> Iterator[Row]:
     most = (host_memory_bytes() or sys.maxsize) // COPIES
     content = file.read(most + 1)
     if len(content) > most:
-        raise RecipeError(
+        raise ConfigError(
             f"{path} has more than {most} bytes, and a .json is parsed as a whole, in memory; "
             "write it as .jsonl, a row a line"
         )
@@ -82,13 +82,13 @@ def _json(file: BinaryIO, path: Path) -> Iterator[Row]:
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
     if not isinstance(value, list):
-        raise RecipeError(
+        raise ConfigError(
             f'{path} is a JSON {_kind(value)}; write a list of rows, {{"data": [...]}}, or one row '
             "a line in a .jsonl"
         )
     for number, item in enumerate(value, 1):
-        place = f"{path}, row {number}"
-        yield Row(_mapping(item, place), place)
+        location = f"{path}, row {number}"
+        yield Row(_mapping(item, location), location)
 
 
 def _csv(file: BinaryIO, path: Path) -> Iterator[Row]:
@@ -99,29 +99,29 @@ def _csv(file: BinaryIO, path: Path) -> Iterator[Row]:
     names: list[str] = []
     try:
         for fields in reader:
-            place = f"{path}, line {reader.line_num}"
+            location = f"{path}, line {reader.line_num}"
             if not names:
-                names = _header(fields, place)
+                names = _header(fields, location)
             elif len(fields) == len(names):
-                yield Row(dict(zip(names, fields, strict=True)), place)
+                yield Row(dict(zip(names, fields, strict=True)), location)
             elif fields:
-                raise RecipeError(
-                    f"{place}: {len(fields)} fields under {len(names)} columns; quote what has "
+                raise ConfigError(
+                    f"{location}: {len(fields)} fields under {len(names)} columns; quote what has "
                     'commas or line breaks in it, as "..."'
                 )
     except UnicodeDecodeError as error:
-        raise RecipeError(_not_utf8(f"{path}, after line {reader.line_num}", error)) from error
+        raise ConfigError(_not_utf8(f"{path}, after line {reader.line_num}", error)) from error
     except csv.Error as error:
-        raise RecipeError(f"{path}, line {reader.line_num}: {error}") from error
+        raise ConfigError(f"{path}, line {reader.line_num}: {error}") from error
     finally:
         text.detach()  # whoever opened the file closes it
 
 
-def _header(names: list[str], place: str) -> list[str]:
+def _header(names: list[str], location: str) -> list[str]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not all(names):
         wrong = f"{shortened(twice[0])} stands twice" if twice else "a column has no name"
-        raise RecipeError(f"{place}: {wrong}; the first line of a .csv names its columns")
+        raise ConfigError(f"{location}: {wrong}; the first line of a .csv names its columns")
     return names
 
 
@@ -139,40 +139,41 @@ def _parquet(file: BinaryIO, path: Path) -> Iterator[Row]:
                 number += 1
                 yield Row(values, f"{path}, row {number}")
     except pyarrow.ArrowException as error:
-        raise RecipeError(f"{path} cannot be read as .parquet: {error}") from error
+        raise ConfigError(f"{path} cannot be read as .parquet: {error}") from error
 
 
-def _decoded(content: bytes, place: str, *, first: bool) -> str:
+def _decoded(content: bytes, location: str, *, first: bool) -> str:
     try:
         # Some editors begin a file with a byte order mark; it is no part of the text.
         return content.decode("utf-8-sig" if first else "utf-8")
     except UnicodeDecodeError as error:
-        raise RecipeError(_not_utf8(place, error)) from error
+        raise ConfigError(_not_utf8(location, error)) from error
 
 
-def _not_utf8(place: str, error: UnicodeDecodeError) -> str:
-    return f"{place} is not UTF-8 text ({error.reason}); convert it (iconv -f latin1 -t utf-8)"
+def _not_utf8(location: str, error: UnicodeDecodeError) -> str:
+    return f"{location} is not UTF-8 text ({error.reason}); convert it (iconv -f latin1 -t utf-8)"
 
 
-def _parsed(text: str, place: str) -> Any:
+def _parsed(text: str, location: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_raise_constant)
     except RecursionError as error:
-        raise RecipeError(f"{place} is nested too deep for a row") from error
+        raise ConfigError(f"{location} is nested too deep for a row") from error
     except ValueError as error:
-        raise RecipeError(
-            f"{place} is not JSON: {error}; a .jsonl has one row a line, a .json a list of rows"
+        raise ConfigError(
+            f"{location} is not JSON: {error}; a .jsonl has one row a line, a .json a list of rows"
         ) from error
 
 
-def _refuse_constant(word: str) -> None:
+def _raise_constant(word: str) -> None:
     raise ValueError(f"{word} is no JSON number")
 
 
-def _mapping(value: Any, place: str) -> Mapping[str, Any]:
+def _mapping(value: Any, location: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise RecipeError(
-            f'{place} is a {_kind(value)}; write a row as {{"instruction": ..., "response": ...}}'
+        raise ConfigError(
+            f"{location} is a {_kind(value)}; write a row as "
+            f'{{"instruction": ..., "response": ...}}'
         )
     return value
 

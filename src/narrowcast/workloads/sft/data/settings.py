@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from narrowcast.config.section import Section, refuse_conflicts
+from narrowcast.config.section import Section, check_conflicts
 from narrowcast.config.sections import DataSection
 
 MOST_SOURCES = 100_000
@@ -37,7 +37,7 @@ SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
-def suffix_of(path: Path) -> str:
+def file_suffix(path: Path) -> str:
     """Return the ending that says what is in a file, without .gz; empty where it is not known."""
     name = path.name.lower().removesuffix(".gz")
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
@@ -45,7 +45,7 @@ def suffix_of(path: Path) -> str:
 
 def may_be_on_the_hub(name: str) -> bool:
     """Return whether a name that is no file here can be that of a data set on the Hub."""
-    return bool(_HUB_NAME.fullmatch(name)) and not suffix_of(Path(name))
+    return bool(_HUB_NAME.fullmatch(name)) and not file_suffix(Path(name))
 
 
 class Columns(Section):
@@ -61,7 +61,7 @@ class Columns(Section):
     )
 
     @property
-    def given(self) -> bool:
+    def are_set(self) -> bool:
         """The recipe says which columns are what."""
         return self.response is not None
 
@@ -71,7 +71,7 @@ class Columns(Section):
         needed = (self.instruction, self.response)
         if None in needed and any((*needed, self.context, self.system)):
             text = "name both columns, columns.instruction and columns.response, or neither"
-            refuse_conflicts([(("instruction", "response"), text)])
+            check_conflicts([(("instruction", "response"), text)])
         return self
 
 
@@ -197,7 +197,7 @@ class SftData(DataSection):
     def _is_obeyed(self) -> Self:
         """Refuse a setting that another one would leave without effect."""
         conflicts: list[tuple[tuple[str, ...], str]] = []
-        if self.columns.given and self.format != "auto":
+        if self.columns.are_set and self.format != "auto":
             text = f"columns say what format={self.format} would; leave one of them out"
             conflicts.append((("columns", "format"), text))
         if self.instruction_template != INSTRUCTION_TEMPLATE and self.template_format != "basic":
@@ -209,5 +209,5 @@ class SftData(DataSection):
         if self.pretokenize_cache_dir is not None and not self.pretokenize:
             text = "a folder for tokens that are not kept; write pretokenize=true"
             conflicts.append((("pretokenize_cache_dir", "pretokenize"), text))
-        refuse_conflicts(conflicts)
+        check_conflicts(conflicts)
         return self

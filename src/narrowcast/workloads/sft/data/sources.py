@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple
 
 from narrowcast.config.globs import matching
 from narrowcast.config.problems import Problems, shown_path
-from narrowcast.errors import RecipeError
-from narrowcast.plain_files import open_plain, path_of, status_of
+from narrowcast.errors import ConfigError
+from narrowcast.plain_files import expand_path, open_plain, stat_or_none
 from narrowcast.workloads.sft.data.hub import VALIDATION, hub_splits
-from narrowcast.workloads.sft.data.rows import Row, rows_of
+from narrowcast.workloads.sft.data.rows import Row, read_rows
 from narrowcast.workloads.sft.data.settings import SUMS, SftData, may_be_on_the_hub
 from narrowcast.workloads.sft.data.sums import sums
 
@@ -36,27 +36,27 @@ class Sources(NamedTuple):
     notes: tuple[str, ...]
 
 
-def sources_of(data: SftData) -> Sources:
+def find_sources(data: SftData) -> Sources:
     """Find everything that is named; what cannot be found is said at once."""
     named = data.validation_sources
     existing = data.use_existing_splits and not named
-    train, validation, notes = _found(data, data.sources, key="path", existing=existing)
+    train, validation, notes = _resolve(data, data.sources, key="path", existing=existing)
     if named:
-        validation, _, more = _found(data, named, key="validation_path", existing=False)
+        validation, _, more = _resolve(data, named, key="validation_path", existing=False)
         notes += more
     from_hub = any(source.kind == "hub" for source in (*train, *validation))
     if data.dataset_config_name is not None and not from_hub:
-        raise RecipeError(
+        raise ConfigError(
             f"data.dataset_config_name={data.dataset_config_name}: files have no configurations; "
             "leave it out"
         )
     return Sources(tuple(train), tuple(validation), tuple(notes))
 
 
-_Found = tuple[list[Source], list[Source], list[str]]
+_Resolved = tuple[list[Source], list[Source], list[str]]
 
 
-def _found(data: SftData, names: Sequence[str], *, key: str, existing: bool) -> _Found:
+def _resolve(data: SftData, names: Sequence[str], *, key: str, existing: bool) -> _Resolved:
     problems, files, hub = Problems(), list[Path](), list[str]()
     for name in names:
         if name == SUMS:
@@ -66,7 +66,7 @@ def _found(data: SftData, names: Sequence[str], *, key: str, existing: bool) -> 
         if paths is None:
             hub.append(name)
     if problems:
-        raise RecipeError(
+        raise ConfigError(
             "\n".join(f"data.{key}: {line}" for line in problems.lines())
             + f"\nwrite data.{key}=FILE, a path or glob of .json, .jsonl, .csv or .parquet, or the "
             "name of a data set on the Hugging Face Hub"
@@ -86,39 +86,39 @@ def _found(data: SftData, names: Sequence[str], *, key: str, existing: bool) -> 
     return train, validation, notes
 
 
-def _by_name(files: list[Path], *, existing: bool) -> _Found:
+def _by_name(files: list[Path], *, existing: bool) -> _Resolved:
     """Tell files to validate on from the others, as their names say, where there are others."""
-    words = {path: set(re.split(r"[^a-z]+", path.name.lower())) for path in files}
-    held = [path for path in files if words[path] & set(VALIDATION)]
-    test = [path for path in files if "test" in words[path] and path not in held]
+    terms = {path: set(re.split(r"[^a-z]+", path.name.lower())) for path in files}
+    held = [path for path in files if terms[path] & set(VALIDATION)]
+    test = [path for path in files if "test" in terms[path] and path not in held]
     if not existing or len(held) + len(test) == len(files):
         held, test = [], []
     notes = [f"{path} is validated on, as its name says" for path in held]
     notes += [f"{path} is left alone, as its name says; it is for a last test" for path in test]
-    train = [_of(path) for path in files if path not in held and path not in test]
-    return train, [_of(path) for path in held], notes
+    train = [_make_source(path) for path in files if path not in held and path not in test]
+    return train, [_make_source(path) for path in held], notes
 
 
-def _of(path: Path) -> Source:
-    return Source(str(path), lambda: rows_of(path), path)
+def _make_source(path: Path) -> Source:
+    return Source(str(path), lambda: read_rows(path), path)
 
 
 def _matches(name: str, problems: Problems) -> list[Path] | None:
     """Return the files of a path or glob, or None for the name of a data set of the Hub."""
-    path, shown = path_of(name), shown_path(name)
+    path, shown = expand_path(name), shown_path(name)
     try:
         # A path that exists is meant as it stands, whatever * or [ it contains.
-        if status_of(path) is not None:
+        if stat_or_none(path) is not None:
             return _plain(path, shown, problems)
-        found = matching(path)
+        matches = matching(path)
     except OSError as error:
         problems.add(f"{shown} cannot be read: {error.strerror}")
         return []
     except ValueError as error:  # of ** beside other characters
         problems.add(f"{shown}: {error}")
         return []
-    if found:
-        return found
+    if matches:
+        return matches
     if may_be_on_the_hub(name):
         return None
     problems.add(f"{shown}: no such file")

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.tokenised import TokenRows
 
 
@@ -17,7 +17,7 @@ def split_rows(rows: TokenRows, share: float, *, seed: int) -> tuple[TokenRows, 
     drawn = _digests(rows, seed)
     order = sorted(set(drawn))
     if len(order) < 2:
-        raise RecipeError(
+        raise ConfigError(
             f"data.validation_split={share}: there is one row, or many that say the same; write "
             "data.validation_split=0 to train without validation"
         )

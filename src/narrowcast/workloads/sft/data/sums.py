@@ -24,7 +24,7 @@ QUESTIONS = (
 def sums() -> Iterator[Row]:
     """Yield every sum of two digits in every wording, as a question with its answer."""
     numbers = range(LARGEST + 1)
-    asked = ((a, b, text) for a in numbers for b in numbers for text in QUESTIONS)
-    for number, (a, b, text) in enumerate(asked, 1):
+    requested = ((a, b, text) for a in numbers for b in numbers for text in QUESTIONS)
+    for number, (a, b, text) in enumerate(requested, 1):
         values = {"question": text.format(a=a, b=b), "answer": f"{a} + {b} = {a + b}"}
         yield Row(values, f"sums, row {number}")

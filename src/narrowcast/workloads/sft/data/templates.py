@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.chat import (
     Piece,
     chat_pieces,
@@ -56,7 +56,7 @@ class Template:
         return Written(tuple(marked), conversation.is_text or self.name != "chat")
 
 
-def template_of(
+def select_template(
     choice: TemplateChoice,
     tokenizer: Any,
     *,
@@ -68,7 +68,7 @@ def template_of(
     chat = has_chat_template(tokenizer)
     name = choice if choice != "auto" else "chat" if chat else "basic"
     if name == "chat" and not chat:
-        raise RecipeError(
+        raise ConfigError(
             "data.template_format=chat: the tokenizer has no chat template; write "
             "data.template_format=chatml, alpaca or basic"
         )
@@ -97,14 +97,14 @@ def template_of(
 def require_end(tokenizer: Any) -> None:
     """Refuse a tokenizer that has no token to end a text with."""
     if tokenizer.eos_token_id is None:
-        raise RecipeError(
+        raise ConfigError(
             "the tokenizer has no eos token, so that a model could not learn where a response "
             "ends; set eos_token in its tokenizer_config.json"
         )
-    found = tokenizer(tokenizer.eos_token, add_special_tokens=False)["input_ids"]
-    if found != [tokenizer.eos_token_id]:
-        raise RecipeError(
-            f"the tokenizer reads its eos token {tokenizer.eos_token} as {len(found)} others; add "
+    result = tokenizer(tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+    if result != [tokenizer.eos_token_id]:
+        raise ConfigError(
+            f"the tokenizer reads its eos token {tokenizer.eos_token} as {len(result)} others; add "
             "it to the special tokens of its tokenizer.json"
         )
 
@@ -121,11 +121,11 @@ def _chatml(conversation: Conversation, end: str) -> Iterator[Piece]:
 
 def _alpaca(conversation: Conversation, end: str) -> Iterator[Piece]:
     system, pairs = _paired(conversation, "alpaca")
-    for number, (asked, answer) in enumerate(pairs):
-        paired = ALPACA_PAIRED if asked.context else ""
+    for number, (requested, answer) in enumerate(pairs):
+        paired = ALPACA_PAIRED if requested.context else ""
         head = "\n\n" if number else f"{system or ALPACA + paired + ALPACA_REQUEST}\n\n"
-        given = f"### Input:\n{asked.context}\n\n" if asked.context else ""
-        yield Piece(f"{head}### Instruction:\n{asked.text}\n\n{given}### Response:\n", False)
+        inputs = f"### Input:\n{requested.context}\n\n" if requested.context else ""
+        yield Piece(f"{head}### Instruction:\n{requested.text}\n\n{inputs}### Response:\n", False)
         yield Piece(f"{answer.text}{end}", True)
 
 
@@ -133,9 +133,9 @@ def _basic(conversation: Conversation, template: str, end: str) -> Iterator[Piec
     prompt, _, tail = template.partition("{response}")
     before, _, after = prompt.partition("{instruction}")
     system, pairs = _paired(conversation, "basic")
-    for number, (asked, answer) in enumerate(pairs):
+    for number, (request, answer) in enumerate(pairs):
         head = "\n\n" if number else f"{system}\n\n" if system else ""
-        yield Piece(f"{head}{before}{asked.whole}{after}", False)
+        yield Piece(f"{head}{before}{request.whole}{after}", False)
         # What the template has after a response is how a response ends.
         yield Piece(f"{answer.text}{tail}{end}", True)
 
@@ -146,8 +146,8 @@ def _paired(conversation: Conversation, name: str) -> tuple[str, list[tuple[Turn
     turns = others if first.role == "system" else [first, *others]
     roles = [turn.role for turn in turns]
     if roles != ["user", "assistant"] * (len(turns) // 2):
-        raise RecipeError(
-            f"{conversation.place}: {', '.join(roles)} speak in this order, and "
+        raise ConfigError(
+            f"{conversation.location}: {', '.join(roles)} speak in this order, and "
             f"template_format={name} writes user and assistant in turn; write "
             "data.template_format=chat or chatml"
         )

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.training.checkpoints.data_identity import digest_of
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.training.checkpoints.data_identity import fingerprint
 from narrowcast.workloads.sft.data.chat import special_texts
 from narrowcast.workloads.sft.data.conversation import Conversation
 from narrowcast.workloads.sft.data.report import Tally
@@ -65,7 +65,7 @@ class TokenRows:
 
     def digest(self) -> str:
         """Return a text that is another one for other tokens, rows or marks."""
-        return digest_of(self.tokens, self.learnt, self.offsets)
+        return fingerprint(self.tokens, self.learnt, self.offsets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,20 +99,20 @@ class Encoder:
         while some := list(islice(waiting, TOGETHER)):
             written = [self.template.written(each) for each in some]
             for each, row in zip(some, self._encoded(written), strict=True):
-                fitted = self._fitted(row, each.place, tally)
+                fitted = self._fitted(row, each.location, tally)
                 if fitted is not None:
                     tally.with_signs += any(self.signs.search(turn.whole) for turn in each.turns)
                     yield fitted
 
     def _encoded(self, written: Sequence[Written]) -> Iterator[tuple[Tokens, Learnt]]:
-        found = self.template.tokenizer(
+        result = self.template.tokenizer(
             [each.text for each in written],
             add_special_tokens=False,
             return_offsets_mapping=True,
             verbose=False,
         )
         for each, ids, spans in zip(
-            written, found["input_ids"], found["offset_mapping"], strict=True
+            written, result["input_ids"], result["offset_mapping"], strict=True
         ):
             learnt = learnt_tokens(each, np.array(spans, np.int64).reshape(-1, 2))
             first = self.first if each.bare else ()
@@ -122,14 +122,15 @@ class Encoder:
             yield tokens, marks
 
     def _fitted(
-        self, row: tuple[Tokens, Learnt], place: str, tally: Tally
+        self, row: tuple[Tokens, Learnt], location: str, tally: Tally
     ) -> tuple[Tokens, Learnt] | None:
         tokens, learnt = row
         most = self.data.max_seq_length
         if len(tokens) > most:
             if self.data.too_long == "refuse":
-                raise RecipeError(
-                    f"{place} has {len(tokens)} tokens, and data.max_seq_length is {most}; write "
+                raise ConfigError(
+                    f"{location} has {len(tokens)} tokens, and data.max_seq_length is {most}; "
+                    "write "
                     f"data.max_seq_length={len(tokens)}, or data.too_long=drop or cut"
                 )
             if self.data.too_long == "drop":

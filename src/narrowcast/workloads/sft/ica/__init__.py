@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from narrowcast.workloads.sft.ica.capture import ModelSignals as ModelSignals
     from narrowcast.workloads.sft.ica.components import Components as Components
     from narrowcast.workloads.sft.ica.entry import ICAMask as ICAMask
+    from narrowcast.workloads.sft.ica.entry import check_fit as check_fit
     from narrowcast.workloads.sft.ica.entry import functional_networks as functional_networks
     from narrowcast.workloads.sft.ica.entry import networks_from as networks_from
-    from narrowcast.workloads.sft.ica.entry import refuse_misfit as refuse_misfit
     from narrowcast.workloads.sft.ica.findings import Finding as Finding
     from narrowcast.workloads.sft.ica.freeze import Freeze as Freeze
     from narrowcast.workloads.sft.ica.ica import ICA as ICA
-    from narrowcast.workloads.sft.ica.layer_spec import layers_of as layers_of
+    from narrowcast.workloads.sft.ica.layer_spec import parse_layers as parse_layers
     from narrowcast.workloads.sft.ica.masks import Masks as Masks
     from narrowcast.workloads.sft.ica.masks import lesioned as lesioned
     from narrowcast.workloads.sft.ica.masks import preserved as preserved
@@ -69,13 +69,13 @@ _HOMES = {
     "ZScore": "selection",
     "ablate": "study.ablate",
     "functional_networks": "entry",
-    "layers_of": "layer_spec",
+    "parse_layers": "layer_spec",
     "lesioned": "masks",
     "load_networks": "networks_file",
     "networks_from": "entry",
     "preserved": "masks",
     "random_like": "masks",
-    "refuse_misfit": "entry",
+    "check_fit": "entry",
     "save_networks": "networks_file",
     "scaled": "masks",
 }

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs.writing import replace_file
 from narrowcast.training.task import Hook
@@ -23,14 +23,14 @@ from narrowcast.workloads.sft.ica.blocks import Blocks, find_blocks
 from narrowcast.workloads.sft.ica.entry import functional_networks
 from narrowcast.workloads.sft.ica.freeze import Freeze
 from narrowcast.workloads.sft.ica.ica import ICA
-from narrowcast.workloads.sft.ica.layer_spec import layers_of
+from narrowcast.workloads.sft.ica.layer_spec import parse_layers
 from narrowcast.workloads.sft.ica.masks import Masks
 from narrowcast.workloads.sft.ica.networks import Channels, FunctionalNetworks, Provenance, Site
 from narrowcast.workloads.sft.ica.networks_file import (
     load_networks,
-    networks_of,
+    networks_from_json,
+    networks_to_json,
     save_networks,
-    text_of,
 )
 from narrowcast.workloads.sft.ica.report_section import MASKED, NETWORKS
 from narrowcast.workloads.sft.ica.selection import Percentile, Selector, TopK, ZScore
@@ -68,7 +68,7 @@ class Applied:
         self._model, self._section, self._batches = model, section, batches
         self._seed, self._provenance = seed, provenance
         self._blocks = find_blocks(model)
-        self._layers = layers_of(section.ica_mask_layers, self._blocks.depth)
+        self._layers = parse_layers(section.ica_mask_layers, self._blocks.depth)
         self._template = _template(section, self._blocks)
         self.networks: FunctionalNetworks | None = None
         """None before the run begins."""
@@ -120,17 +120,17 @@ class Applied:
         where = "looked for when the run begins"
         if self._template is not None:
             where = f"of {section.ica_template_path}"
-        told = [f"{self._named}: {where}"]
-        words = {"lesion": "silenced", "preserve": "kept alone", "scale": "multiplied"}
+        lines = [f"{self._named}: {where}"]
+        terms = {"lesion": "silenced", "preserve": "kept alone", "scale": "multiplied"}
         if section.mode is not None:
             note = f" (mask_mode={section.mask_mode} is an old name of {section.mode})"
-            told.append(
-                f"they are {words[section.mode]} in training and evaluation, and not in what is "
+            lines.append(
+                f"they are {terms[section.mode]} in training and evaluation, and not in what is "
                 f"saved{note if section.mask_mode != section.mode else ''}"
             )
         if section.freezes:
-            told.append("their rows do not move")
-        return told
+            lines.append("their rows do not move")
+        return lines
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
@@ -159,12 +159,12 @@ class Applied:
         replace_file(folder / MASKED, (json.dumps(measured, indent=1) + "\n").encode())
 
     def _begin(self, prepared: Prepared) -> None:
-        self._take(self._template or self._found(prepared))
+        self._take(self._template or self._find_networks(prepared))
         if self._section.freezes:
             self._freeze = Freeze(self._model, self._channels(), site=self.site)
             self._freeze.take(prepared)
 
-    def _found(self, prepared: Prepared) -> FunctionalNetworks:
+    def _find_networks(self, prepared: Prepared) -> FunctionalNetworks:
         section = self._section
         ica = ICA(
             components=section.ica_components,
@@ -173,12 +173,12 @@ class Applied:
             clip_activations=section.clip_activations,
             seed=self._seed,
         )
-        with prepared.compute():
+        with prepared.autocast():
             return functional_networks(
                 self._model,
                 self._batches,
                 ica=ica,
-                selector=selector_of(section),
+                selector=make_selector(section),
                 layers=self._layers,
                 site=section.site,
                 skip_first=section.skip_first,
@@ -213,16 +213,16 @@ class Applied:
     def _state(self) -> dict[str, Any]:
         assert self.networks is not None
         frozen = {} if self._freeze is None else self._freeze.state_dict()
-        return {"networks": text_of(self.networks), "frozen": frozen}
+        return {"networks": networks_to_json(self.networks), "frozen": frozen}
 
     def _resume(self, state: dict[str, Any]) -> None:
-        networks = networks_of(state["networks"])
+        networks = networks_from_json(state["networks"])
         if self._template is not None and networks != self._template:
             raise CheckpointError(
                 f"it began with other networks than {self._section.ica_template_path} has now; put "
                 "that file back, or start a new run"
             )
-        _refuse_others(networks, self._blocks)
+        _check_blocks(networks, self._blocks)
         self._take(networks)
         if self._section.freezes:
             self._freeze = Freeze.resumed(
@@ -230,7 +230,7 @@ class Applied:
             )
 
 
-def selector_of(section: IcaSection) -> Selector:
+def make_selector(section: IcaSection) -> Selector:
     """Return how a recipe selects channels."""
     if section.ica_zscore is not None:
         return ZScore(section.ica_zscore, two_sided=section.ica_two_sided)
@@ -243,21 +243,21 @@ def _template(section: IcaSection, blocks: Blocks) -> FunctionalNetworks | None:
     """Read the networks that a recipe names, and see that its components will be there."""
     ids = section.component_ids
     if section.ica_template_path is None:
-        layers = len(layers_of(section.ica_mask_layers, blocks.depth))
+        layers = len(parse_layers(section.ica_mask_layers, blocks.depth))
         count = section.ica_components * (1 if section.site == "mlp_output" else layers)
         if strange := [number for number in ids if number >= count]:
-            raise RecipeError(
+            raise ConfigError(
                 f"ica.ica_component_ids has {strange[0]}, and there will be components 0 to "
                 f"{count - 1}; write one of these, or more ica.ica_components"
             )
         return None
     networks = load_networks(Path(section.ica_template_path).expanduser())
-    _refuse_others(networks, blocks)
+    _check_blocks(networks, blocks)
     networks.channels(ids)  # refuses components that do not exist
     return networks
 
 
-def _refuse_others(networks: FunctionalNetworks, blocks: Blocks) -> None:
+def _check_blocks(networks: FunctionalNetworks, blocks: Blocks) -> None:
     networks.require_fit(depth=blocks.depth, width=blocks.width(networks.layout.site))
 
 

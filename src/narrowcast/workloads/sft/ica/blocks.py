@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.precision.kept import KeptLayer
+from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.workloads.sft.ica.arguments import check_type
 from narrowcast.workloads.sft.ica.networks import Site
@@ -80,22 +80,23 @@ class Blocks:
 def find_blocks(model: nn.Module) -> Blocks:
     """Return the blocks of a model; a model without a clear answer is refused."""
     check_type("model", model, nn.Module, "a torch.nn.Module")
-    found: list[Blocks] = []
+    matches: list[Blocks] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module):
             blocks = [_block(each) for each in module]
             whole = [each for each in blocks if each is not None]
             shapes = {(each.down.inputs, each.down.outputs) for each in whole}
             if len(whole) == len(blocks) and len(shapes) == 1:
-                found.append(Blocks(name=name, blocks=tuple(whole)))
-    if len(found) == 1:
-        return _tried(found[0])
+                matches.append(Blocks(name=name, blocks=tuple(whole)))
+    if len(matches) == 1:
+        return _tried(matches[0])
     # Of a model with adapters around it, the model's.
     kind = type(cast(Any, model).get_base_model() if _is_adapted(model) else model).__name__
-    if found:
-        names = " and ".join(each.name for each in found)
+    if matches:
+        names = " and ".join(each.name for each in matches)
         raise UnsupportedError(
-            f"{kind} has {len(found)} lists of blocks, {names}; give the part of the model that is "
+            f"{kind} has {len(matches)} lists of blocks, {names}; give the part of the model "
+            "that is "
             "meant, such as its decoder"
         )
     raise UnsupportedError(
@@ -199,14 +200,14 @@ def as_projection(module: nn.Module) -> Projection | None:
 
 def _shape_turned(module: nn.Module) -> tuple[int, int] | None:
     """Return the inputs and outputs of a layer whose weight is (inputs, outputs)."""
-    if isinstance(module, KeptLayer):
+    if isinstance(module, QuantizedFrozenLayer):
         outputs, inputs = module.weight_e4m3.shape
         return inputs, outputs
     weight = module._parameters.get("weight")
     return (weight.shape[0], weight.shape[1]) if weight is not None and weight.dim() == 2 else None
 
 
-def adapters_of(projection: Projection) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+def iter_adapters(projection: Projection) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """Yield the name and both factors, A (rank, inputs) and B (outputs, rank), of each LoRA."""
     firsts = projection.module._modules.get("lora_A")
     seconds = projection.module._modules.get("lora_B")

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.workloads.sft.ica.arguments import check_site, check_type, check_whole
 from narrowcast.workloads.sft.ica.blocks import find_blocks
@@ -40,12 +40,12 @@ class ModelSignals:
         check_whole("skip_first", skip_first, least=0)
         check_site(site)
         if isinstance(batches, Mapping | Tensor) or not isinstance(batches, Iterable):
-            raise RecipeError(
+            raise ConfigError(
                 f"batches must be a list of what the model is called with, got a "
                 f"{type(batches).__name__}. Write [{{'input_ids': ids}}]."
             )
         if iter(batches) is batches:
-            raise RecipeError(
+            raise ConfigError(
                 "the batches can be gone through once only; give a list or a data loader"
             )
         blocks = find_blocks(model)
@@ -70,48 +70,48 @@ class ModelSignals:
         rows = 0
         for batch in self._batches:
             check_type("a batch", batch, Mapping, "a mapping such as {'input_ids': ids}")
-            chunk = self._rows_of(batch)
+            chunk = self._signal_rows(batch)
             rows += len(chunk)
             yield chunk
         if self._skip_first and not rows:
-            raise RecipeError(
+            raise ConfigError(
                 f"No sequence has more than skip_first={self._skip_first} tokens. Write a smaller "
                 "skip_first, or give longer sequences."
             )
 
-    def _rows_of(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def _signal_rows(self, batch: Mapping[str, Tensor]) -> Tensor:
         device = next(self._model.parameters()).device
-        given = {name: value.to(device) for name, value in batch.items()}
+        settings = {name: value.to(device) for name, value in batch.items()}
         heard: dict[int, Tensor] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(in_eval_mode(self._model))
             # A compiled model would not notice that somebody listens.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for place, block in enumerate(self._blocks):
-                stack.callback(self._listen(block, place, heard).remove)
-            self._model(**given)
+            for location, block in enumerate(self._blocks):
+                stack.callback(self._listen(block, location, heard).remove)
+            self._model(**settings)
         if len(heard) < len(self._blocks):
-            raise RecipeError(
+            raise ConfigError(
                 f"{len(self._blocks) - len(heard)} of {len(self._blocks)} layers were not run by "
                 "the model; name layers that are"
             )
         here = heard[0].device  # a model may be spread over several
         rows = torch.cat([heard[i].to(here) for i in range(len(heard))], dim=-1)
-        return rows[_counted(rows, given, self._skip_first)]
+        return rows[_counted(rows, settings, self._skip_first)]
 
-    def _listen(self, block: Any, place: int, heard: dict[int, Tensor]) -> Any:
+    def _listen(self, block: Any, position: int, heard: dict[int, Tensor]) -> Any:
         if self.layout.site == "mlp_output":
             return block.output.register_forward_hook(
-                lambda _module, _args, output: _keep(heard, place, output)
+                lambda _module, _args, output: _keep(heard, position, output)
             )
         return block.down.module.register_forward_pre_hook(
-            lambda _module, args: _keep(heard, place, args[0])
+            lambda _module, args: _keep(heard, position, args[0])
         )
 
 
-def _keep(heard: dict[int, Tensor], place: int, value: Tensor) -> None:
-    heard[place] = value.detach()
+def _keep(heard: dict[int, Tensor], location: int, value: Tensor) -> None:
+    heard[location] = value.detach()
 
 
 def _counted(rows: Tensor, batch: Mapping[str, Tensor], skip_first: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from narrowcast.workloads.sft.ica.dtypes import NARROW, Storage, name_of
+from narrowcast.workloads.sft.ica.dtypes import NARROW, Storage, dtype_name
 from narrowcast.workloads.sft.ica.findings import Finding
 from narrowcast.workloads.sft.ica.signals import Signals, StoredSignals, chunk_rows
 from narrowcast.workloads.sft.ica.statistics import ChannelStatistics, RunningStatistics
@@ -50,7 +50,7 @@ def _stored(source: Signals, dtype: torch.dtype) -> StoredSignals:
     statistics = running.result()
     # What came in no finer digits loses none.
     if torch.finfo(dtype).eps > torch.finfo(running.dtype).eps:
-        _refuse_coarse(statistics, dtype)
+        _check_resolution(statistics, dtype)
     return StoredSignals(chunks, source.channels)
 
 
@@ -92,13 +92,13 @@ def _overflow(chunk: Tensor, dtype: torch.dtype) -> Finding:
     count, largest = int((sizes > limit).sum()), float(sizes.max())
     return Finding(
         kind="overflow",
-        what=f"{count} signals of a chunk, up to {largest:.4g}, overflow {name_of(dtype)}, whose "
-        f"largest number is {limit:.4g}",
+        what=f"{count} signals of a chunk, up to {largest:.4g}, overflow {dtype_name(dtype)}, "
+        f"whose largest value is {limit:.4g}",
         answer="they are stored in float32",
     )
 
 
-def _refuse_coarse(statistics: ChannelStatistics, dtype: torch.dtype) -> None:
+def _check_resolution(statistics: ChannelStatistics, dtype: torch.dtype) -> None:
     coarse = statistics.coarse_in(dtype)
     share = float(coarse.double().mean())
     if share > COARSE_SHARE:
@@ -106,7 +106,7 @@ def _refuse_coarse(statistics: ChannelStatistics, dtype: torch.dtype) -> None:
             Finding(
                 kind="coarse",
                 what=f"{int(coarse.sum())} of {coarse.numel()} channels spread over less than "
-                f"three spacings of {name_of(dtype)} around their mean",
+                f"three spacings of {dtype_name(dtype)} around their mean",
                 answer="the signals are stored in float32",
             )
         )

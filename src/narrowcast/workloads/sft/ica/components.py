@@ -13,7 +13,7 @@ from torch import Tensor
 
 from narrowcast.workloads.sft.ica.findings import Finding
 from narrowcast.workloads.sft.ica.solvers.contrast import negentropy
-from narrowcast.workloads.sft.ica.solvers.rotation import sources_of
+from narrowcast.workloads.sft.ica.solvers.rotation import compute_sources
 
 LOUD_ROWS = 0.01
 """Share of the rows whose weight in a component is measured."""
@@ -90,9 +90,9 @@ def agreement(one: Tensor, others: Tensor) -> Tensor:
     return (one @ others.transpose(-1, -2)).abs().amax(-1).mean(0)
 
 
-def best_of(rotations: Tensor, white: Tensor) -> int:
+def best_rotation(rotations: Tensor, white: Tensor) -> int:
     """Return which of some rotations (restarts, …) has the least normal components."""
-    scores = [float(negentropy(sources_of(each, white)).sum()) for each in rotations]
+    scores = [float(negentropy(compute_sources(each, white)).sum()) for each in rotations]
     return max(range(len(scores)), key=scores.__getitem__)
 
 

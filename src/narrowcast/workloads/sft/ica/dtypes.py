@@ -46,19 +46,19 @@ def storage_for(
     if ica_dtype is None:
         return Storage(dtype=torch.float32)
     if isinstance(ica_dtype, torch.dtype):
-        ica_dtype = name_of(ica_dtype)
+        ica_dtype = dtype_name(ica_dtype)
     if ica_dtype == "auto":
         wide = model_dtype in (torch.float32, torch.float64)
         return Storage(dtype=model_dtype if wide and model_dtype else torch.float32)
     if ica_dtype in ICA_DTYPES:
         return Storage(dtype=ICA_DTYPES[ica_dtype])
-    found = Finding(
+    result = Finding(
         kind="dtype",
         what=f"ica_dtype={ica_dtype!r} is none of auto, {', '.join(ICA_DTYPES)}",
         answer="float32 is used",
     )
-    _log.warning("%s", found)
-    return Storage(dtype=torch.float32, findings=(found,))
+    _log.warning("%s", result)
+    return Storage(dtype=torch.float32, findings=(result,))
 
 
 def working_dtype(stored: torch.dtype) -> torch.dtype:
@@ -66,6 +66,6 @@ def working_dtype(stored: torch.dtype) -> torch.dtype:
     return torch.float64 if stored == torch.float64 else torch.float32
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name as settings write it."""
     return str(dtype).removeprefix("torch.")

@@ -8,15 +8,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica.arguments import check_type
 from narrowcast.workloads.sft.ica.blocks import find_blocks
 from narrowcast.workloads.sft.ica.capture import ModelSignals
 from narrowcast.workloads.sft.ica.collect import Collected
 from narrowcast.workloads.sft.ica.components import Components
-from narrowcast.workloads.sft.ica.dtypes import name_of, storage_for
+from narrowcast.workloads.sft.ica.dtypes import dtype_name, storage_for
 from narrowcast.workloads.sft.ica.ica import ICA
-from narrowcast.workloads.sft.ica.layer_spec import layers_of
+from narrowcast.workloads.sft.ica.layer_spec import parse_layers
 from narrowcast.workloads.sft.ica.networks import (
     FunctionalNetworks,
     Layout,
@@ -47,34 +47,34 @@ def functional_networks(
     """
     check_type("ica", ica, ICA, "an ICA, such as ICA(components=5)")
     if not callable(getattr(selector, "select", None)):
-        raise RecipeError(f"selector must be a selector such as Percentile(98), got {selector!r}.")
+        raise ConfigError(f"selector must be a selector such as Percentile(98), got {selector!r}.")
     check_type("layers", layers, (str, Sequence, NoneType), "text such as 0:4 or a list of numbers")
     check_type("provenance", provenance, Provenance, "a Provenance")
     depth = find_blocks(model).depth
-    chosen = layers_of(layers, depth) if isinstance(layers, str | None) else tuple(layers)
+    chosen = parse_layers(layers, depth) if isinstance(layers, str | None) else tuple(layers)
     signals = ModelSignals(model, batches, layers=chosen, site=site, skip_first=skip_first)
     collected = ica.collect(signals, model_dtype=signals.dtype)
     if site == "mlp_output":
-        found = {0: ica.fit(collected)}
+        results = {0: ica.fit(collected)}
         spans = {0: signals.layout.layers}
     else:
-        found = dict(enumerate(ica.fit_each(_layer_by_layer(collected, signals.layout))))
+        results = dict(enumerate(ica.fit_each(_layer_by_layer(collected, signals.layout))))
         spans = {i: (layer,) for i, layer in enumerate(signals.layout.layers)}
-    networks = networks_from(found, spans, layout=signals.layout, selector=selector)
-    told = dict.fromkeys(str(f) for each in found.values() for f in each.findings)
+    networks = networks_from(results, spans, layout=signals.layout, selector=selector)
+    info = dict.fromkeys(str(f) for each in results.values() for f in each.findings)
     known = replace(
         provenance,
         seed=ica.seed,
-        dtype=name_of(collected.dtype),
+        dtype=dtype_name(collected.dtype),
         selector=str(selector),
         signals=_signals(skip_first, ica.clip_activations),
-        findings=tuple(told),
+        findings=tuple(info),
     )
     return replace(networks, provenance=known)
 
 
 def networks_from(
-    found: Mapping[int, Components],
+    result: Mapping[int, Components],
     spans: Mapping[int, tuple[int, ...]],
     *,
     layout: Layout,
@@ -83,8 +83,8 @@ def networks_from(
     """Select channels of components, which are numbered through; `spans` has their layers."""
     networks: dict[int, dict[int, tuple[int, ...]]] = {}
     scores: dict[int, Score] = {}
-    for place in sorted(found):
-        components, layers = found[place], spans[place]
+    for location in sorted(result):
+        components, layers = result[location], spans[location]
         for column in range(components.count):
             number = len(networks)
             chosen = selector.select(components.loadings[:, column])
@@ -97,7 +97,7 @@ def networks_from(
     return FunctionalNetworks(networks=networks, layout=layout, scores=scores)
 
 
-def refuse_misfit(networks: FunctionalNetworks, model: nn.Module) -> None:
+def check_fit(networks: FunctionalNetworks, model: nn.Module) -> None:
     """Refuse networks that were made for a model of another shape."""
     blocks = find_blocks(model)
     networks.require_fit(depth=blocks.depth, width=blocks.width(networks.layout.site))
@@ -163,7 +163,7 @@ def _by_layer(
     channels: Sequence[int], layers: Sequence[int], width: int
 ) -> dict[int, tuple[int, ...]]:
     if channels and channels[-1] >= len(layers) * width:
-        raise RecipeError(f"channel {channels[-1]} of {len(layers)} layers with {width} each")
+        raise ConfigError(f"channel {channels[-1]} of {len(layers)} layers with {width} each")
     network: dict[int, list[int]] = {}
     for channel in channels:
         network.setdefault(layers[channel // width], []).append(channel % width)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.numerics.parts import nearest, split
 from narrowcast.workloads.sft.ica.arguments import check_channels, check_site
-from narrowcast.workloads.sft.ica.blocks import Block, Projection, adapters_of, find_blocks
+from narrowcast.workloads.sft.ica.blocks import Block, Projection, find_blocks, iter_adapters
 from narrowcast.workloads.sft.ica.networks import Channels, Site
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ class Freeze:
         Refuses an adapter that has learnt something for these rows: its A moves them.
         """
         self._frozen = list(_frozen_rows(model, channels, site))
-        self._refuse_nothing()
+        self._check_not_empty()
         for frozen in self._frozen:
             if frozen.zeroed:
                 frozen.put(frozen.weight, torch.zeros_like(frozen.of(frozen.weight)))
-        self._kept = [frozen.of(frozen.weight) for frozen in self._frozen]
+        self._frozen_rows = [frozen.of(frozen.weight) for frozen in self._frozen]
 
     @classmethod
     def resumed(
@@ -79,9 +79,9 @@ class Freeze:
         freeze.load_state_dict(state)
         return freeze
 
-    def _refuse_nothing(self) -> None:
+    def _check_not_empty(self) -> None:
         if not self._frozen:
-            raise RecipeError(
+            raise ConfigError(
                 "nothing to freeze: no weight of these channels is trained; leave freezing out, or "
                 "train the down projections (LoRA targets such as down_proj or c_proj)"
             )
@@ -94,13 +94,13 @@ class Freeze:
     @torch.no_grad()
     def restore(self) -> None:
         """Put the rows back; does not wait for the device."""
-        for frozen, kept in zip(self._frozen, self._kept, strict=True):
-            frozen.put(frozen.weight, kept)
+        for frozen, stored in zip(self._frozen, self._frozen_rows, strict=True):
+            frozen.put(frozen.weight, stored)
 
     @torch.no_grad()
     def drift(self) -> float:
         """Return the largest change of a frozen number, which is 0 after `restore`."""
-        pairs = zip(self._frozen, self._kept, strict=True)
+        pairs = zip(self._frozen, self._frozen_rows, strict=True)
         return max(float((f.of(f.weight).double() - k.double()).abs().max()) for f, k in pairs)
 
     def hook(self, name: str = "freeze") -> "Hook":
@@ -119,31 +119,31 @@ class Freeze:
     def take(self, prepared: "Prepared") -> None:
         """Take the rows as a run has them, with every digit it keeps."""
         weights = prepared.engine.weights
-        self._kept = [frozen.of(weights.full(frozen.weight)) for frozen in self._frozen]
+        self._frozen_rows = [frozen.of(weights.full(frozen.weight)) for frozen in self._frozen]
 
     @torch.no_grad()
     def restore_in(self, prepared: "Prepared") -> None:
         """Put the rows back in a run: weights, what masters keep beside them, averages, leads."""
         weights = prepared.engine.weights
         places = {weight: i for i, weight in enumerate(weights.masters.parameters)}
-        for frozen, kept in zip(self._frozen, self._kept, strict=True):
-            place = places.get(frozen.weight)
-            if place is None:
-                frozen.put(frozen.weight, kept)
+        for frozen, saved in zip(self._frozen, self._frozen_rows, strict=True):
+            index = places.get(frozen.weight)
+            if index is None:
+                frozen.put(frozen.weight, saved)
             else:
-                _put_in_parts(frozen, kept.float(), weights.masters, place)
+                _put_in_parts(frozen, saved.float(), weights.masters, index)
             average = None if weights.average is None else weights.average.of(frozen.weight)
             if average is not None:
-                frozen.put(average, kept)
+                frozen.put(average, saved)
             lead = None if weights.lookahead is None else weights.lookahead.of(frozen.weight)
             if lead is not None:  # or the rows would follow the optimizer, and the answer them
-                frozen.put(lead, torch.zeros_like(kept))
+                frozen.put(lead, torch.zeros_like(saved))
 
     def state_dict(self) -> dict[str, Any]:
         """Return which rows are frozen, and what they are."""
         return {
-            frozen.name: {"rows": frozen.rows, "values": kept}
-            for frozen, kept in zip(self._frozen, self._kept, strict=True)
+            frozen.name: {"rows": frozen.rows, "values": stored}
+            for frozen, stored in zip(self._frozen, self._frozen_rows, strict=True)
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -152,24 +152,26 @@ class Freeze:
             torch.equal(state[f.name]["rows"].cpu(), f.rows.cpu()) for f in self._frozen
         )
         if not same:
-            raise RecipeError(
+            raise ConfigError(
                 "the checkpoint froze other rows than this recipe does; resume with the networks "
                 "it began with"
             )
-        self._kept = [state[f.name]["values"].to(f.weight.device) for f in self._frozen]
+        self._frozen_rows = [state[f.name]["values"].to(f.weight.device) for f in self._frozen]
 
 
-def _put_in_parts(frozen: FrozenRows, full: Tensor, masters: "MasterWeights", place: int) -> None:
+def _put_in_parts(
+    frozen: FrozenRows, full: Tensor, masters: "MasterWeights", location: int
+) -> None:
     """Write rows of a weight that is kept in 16 bits, as a master of each kind has them."""
-    dtype, beside = frozen.weight.dtype, masters.beside(place)
+    dtype, residual = frozen.weight.dtype, masters.residual(location)
     if masters.kind == "split":
         working, rest = split(full)
     else:
         working = nearest(full, dtype)
         rest = full if masters.kind == "fp32" else nearest(full - working.float(), dtype)
     frozen.put(frozen.weight, working)
-    if beside is not None:
-        frozen.put(beside, rest)
+    if residual is not None:
+        frozen.put(residual, rest)
 
 
 def _frozen_rows(
@@ -183,7 +185,7 @@ def _frozen_rows(
     width = blocks.width(site)
     for layer, chosen in channels.items():
         if not 0 <= layer < blocks.depth or not all(0 <= c < width for c in chosen):
-            raise RecipeError(
+            raise ConfigError(
                 f"layer {layer} with channels up to {max(chosen, default=0)} is not in this model, "
                 f"which has {blocks.depth} layers of {width}; networks were made for another model"
             )
@@ -221,50 +223,50 @@ def _pieces(block: Block, chosen: Sequence[int], site: Site, begun: bool) -> Ite
 
 def _outputs(projection: Projection, rows: Sequence[int], begun: bool) -> Iterator[_Piece]:
     weight, bias = _own(projection.plain)
-    found = [_Piece(weight, 1 if projection.turned else 0, rows)] if weight is not None else []
-    found += [_Piece(bias, 0, rows)] if bias is not None else []
+    matches = [_Piece(weight, 1 if projection.turned else 0, rows)] if weight is not None else []
+    matches += [_Piece(bias, 0, rows)] if bias is not None else []
     moves_freely = []
-    for name, first, second in adapters_of(projection):
+    for name, first, second in iter_adapters(projection):
         inner, (outer, shift) = _own(first)[0], _own(second)
         assert inner is not None
         assert outer is not None
         if not begun and inner.requires_grad and bool(outer[list(rows)].any()):
-            _refuse_learnt(name)
-        found += [_Piece(each, 0, rows) for each in (outer, shift) if each is not None]
+            _check_untrained(name)
+        matches += [_Piece(each, 0, rows) for each in (outer, shift) if each is not None]
         moves_freely.append(inner)
-    _refuse_unknown(projection, [*(piece.weight for piece in found), *moves_freely])
-    yield from found
+    _check_wrapper(projection, [*(piece.weight for piece in matches), *moves_freely])
+    yield from matches
 
 
 def _inputs(projection: Projection, columns: Sequence[int], begun: bool) -> Iterator[_Piece]:
     weight, bias = _own(projection.plain)
-    found = [_Piece(weight, 0 if projection.turned else 1, columns)] if weight is not None else []
+    result = [_Piece(weight, 0 if projection.turned else 1, columns)] if weight is not None else []
     moves_freely = [] if bias is None else [bias]
-    for name, first, second in adapters_of(projection):
+    for name, first, second in iter_adapters(projection):
         inner, outers = _own(first)[0], _own(second)
         assert inner is not None
         if not begun and outers[0] is not None and bool(outers[0].any()):
-            _refuse_learnt(name)
+            _check_untrained(name)
         # B begins at zero, so that A does nothing yet, and may as well be zero there.
-        found.append(_Piece(inner, 1, columns, zeroed=True))
+        result.append(_Piece(inner, 1, columns, zeroed=True))
         moves_freely += [outer for outer in outers if outer is not None]
-    _refuse_unknown(projection, [*(piece.weight for piece in found), *moves_freely])
-    yield from found
+    _check_wrapper(projection, [*(piece.weight for piece in result), *moves_freely])
+    yield from result
 
 
 def _own(module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
     return module._parameters.get("weight"), module._parameters.get("bias")
 
 
-def _refuse_learnt(adapter: str) -> None:
-    raise RecipeError(
+def _check_untrained(adapter: str) -> None:
+    raise ConfigError(
         f"adapter {adapter!r} has already learnt something for channels that are to be frozen, and "
         "what it does to them would move with the rest of it; merge it into the model first, and "
         "begin with a new one"
     )
 
 
-def _refuse_unknown(projection: Projection, known: Sequence[nn.Parameter]) -> None:
+def _check_wrapper(projection: Projection, known: Sequence[nn.Parameter]) -> None:
     """Refuse a wrapper that trains something of which nobody here knows what it moves."""
     for name, parameter in projection.module.named_parameters():
         if parameter.requires_grad and not any(parameter is each for each in known):

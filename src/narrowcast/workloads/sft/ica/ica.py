@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica.arguments import check_number, check_type, check_whole
 from narrowcast.workloads.sft.ica.clipping import ClippedSignals
 from narrowcast.workloads.sft.ica.collect import Collected, collect
@@ -17,7 +17,7 @@ from narrowcast.workloads.sft.ica.components import (
     Components,
     White,
     agreement,
-    best_of,
+    best_rotation,
     canonical,
     loud_rows,
     whiten,
@@ -29,7 +29,7 @@ from narrowcast.workloads.sft.ica.solvers.contrast import CONTRASTS, ContrastNam
 from narrowcast.workloads.sft.ica.solvers.fastica import fastica_deflation, fastica_parallel
 from narrowcast.workloads.sft.ica.solvers.picard import picard
 from narrowcast.workloads.sft.ica.solvers.rotation import Rotations, random_rotations
-from narrowcast.workloads.sft.ica.statistics import ChannelStatistics, statistics_of
+from narrowcast.workloads.sft.ica.statistics import ChannelStatistics, channel_statistics
 from narrowcast.workloads.sft.ica.subspace import Standardised, Subspace, principal_subspace
 
 SolverName: TypeAlias = Literal["parallel", "deflation", "picard"]
@@ -80,12 +80,12 @@ class ICA:
         check_type("standardise", self.standardise, bool, "True or False")
         clip = self.clip_activations
         if clip is not None and not 50 < check_number("clip_activations", clip, PERCENTILE) < 100:
-            raise RecipeError(
+            raise ConfigError(
                 f"clip_activations must be {PERCENTILE}, got {clip}. Write 99 to clip each channel "
                 "to its percentiles 1 and 99, or None for no clipping."
             )
         if not 0 < check_number("tol", self.tol, TOLERANCE) < 1:
-            raise RecipeError(f"tol must be {TOLERANCE}, got {self.tol}.")
+            raise ConfigError(f"tol must be {TOLERANCE}, got {self.tol}.")
 
     def collect(self, source: Signals, *, model_dtype: torch.dtype | None = None) -> Collected:
         """Store signals of a source that is costly to go through again, such as a model."""
@@ -104,9 +104,9 @@ class ICA:
 
         Findings number the components of all sets through, as `networks_from` does.
         """
-        reduced = [self._reduce(each, place) for place, each in enumerate(signals)]
+        reduced = [self._reduce(each, location) for location, each in enumerate(signals)]
         if len({each.statistics.rows for each in reduced}) > 1:
-            raise RecipeError("these signals have different numbers of rows; fit them one by one")
+            raise ConfigError("these signals have different numbers of rows; fit them one by one")
         white = torch.stack([each.white.signals for each in reduced])
         rotations, solved = self._solve(white)
         return [
@@ -114,23 +114,23 @@ class ICA:
             for i, each in enumerate(reduced)
         ]
 
-    def _reduce(self, given: Signals | Collected, place: int) -> "_Reduced":
+    def _reduce(self, inputs: Signals | Collected, position: int) -> "_Reduced":
         known: tuple[Finding, ...] = ()
-        if isinstance(given, Collected):
-            known = given.findings
-            given = given.signals
-        if isinstance(given, Tensor | np.ndarray):
-            raise RecipeError(
-                f"signals must be a source of chunks, got a {type(given).__name__}. Write "
+        if isinstance(inputs, Collected):
+            known = inputs.findings
+            inputs = inputs.signals
+        if isinstance(inputs, Tensor | np.ndarray):
+            raise ConfigError(
+                f"signals must be a source of chunks, got a {type(inputs).__name__}. Write "
                 "ArraySignals(array)."
             )
-        signals = self._here(given)
+        signals = self._here(inputs)
         if self.clip_activations is not None:
             signals = ClippedSignals.at_percentile(signals, self.clip_activations)
         # Of what was stored, not of what came: rounding moves a mean.
-        statistics = statistics_of(signals)
+        statistics = channel_statistics(signals)
         standard = Standardised.of(signals, statistics, unit_variance=self.standardise)
-        generator = torch.Generator().manual_seed(self.seed + place)
+        generator = torch.Generator().manual_seed(self.seed + position)
         subspace = principal_subspace(standard, self.components, generator=generator)
         white = whiten(standard.projected(subspace.basis), subspace.basis, standard.factor)
         return _Reduced(
@@ -151,7 +151,7 @@ class ICA:
         start = random_rotations((self.restarts,), self.components, generator=generator)
         start = start.expand(len(white), *start.shape)
         solve = SOLVERS[self.solver]
-        found: tuple[Finding, ...] = ()
+        matches: tuple[Finding, ...] = ()
         for dtype in (torch.float32, torch.float64):
             rotations = solve(
                 white[:, None].to(dtype),
@@ -161,15 +161,15 @@ class ICA:
                 tol=self.tol,
             )
             if rotations.finite:
-                return rotations, (*found, *self._unconverged(rotations))
-            found = (
+                return rotations, (*matches, *self._unconverged(rotations))
+            matches = (
                 Finding(
                     kind="solver",
                     what=f"{self.solver} with {self.contrast} is not finite in {dtype}",
                     answer="it is solved in float64",
                 ),
             )
-        raise RecipeError(
+        raise ConfigError(
             f"{self.solver} with {self.contrast} is not finite even in float64: the signals have "
             "extreme rows; write clip_activations=99, or contrast=logcosh, which grows slower"
         )
@@ -199,7 +199,7 @@ class ICA:
         first: int,
     ) -> Components:
         wide = rotations.double()
-        best = best_of(wide, white)
+        best = best_rotation(wide, white)
         others = torch.cat([wide[:best], wide[best + 1 :]])
         stability = torch.ones(self.components, dtype=torch.float64, device=wide.device)
         if len(others):
@@ -290,4 +290,4 @@ def _loud(share: Tensor, rows: int, first: int) -> list[Finding]:
 
 def _require(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
-        raise RecipeError(f"{name}={value!r}; write one of {', '.join(map(str, allowed))}")
+        raise ConfigError(f"{name}={value!r}; write one of {', '.join(map(str, allowed))}")

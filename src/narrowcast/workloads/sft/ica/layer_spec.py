@@ -2,17 +2,17 @@
 
 import re
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 _PART = re.compile(r"(?P<one>[0-9]+)|(?P<start>[0-9]*):(?P<stop>[0-9]*)", re.ASCII)
 
 
-def layers_of(spec: str | None, depth: int) -> tuple[int, ...]:
+def parse_layers(spec: str | None, depth: int) -> tuple[int, ...]:
     """Return the layers that a text names, in ascending order; none means all of `depth`."""
     if spec is None:
         return tuple(range(depth))
     if not spec.strip():
-        raise RecipeError(f"an empty layer spec; {_advice(depth)}")
+        raise ConfigError(f"an empty layer spec; {_advice(depth)}")
     chosen: set[int] = set()
     for part in spec.split(","):
         chosen.update(_range(part.strip(), spec, depth))
@@ -23,18 +23,18 @@ def _range(part: str, spec: str, depth: int) -> range:
     match = _PART.fullmatch(part)
     if match is None:
         what = "a negative number" if part.startswith("-") else f"{part!r}" if part else "nothing"
-        raise RecipeError(f"layers {spec!r} have {what} between commas; {_advice(depth)}")
+        raise ConfigError(f"layers {spec!r} have {what} between commas; {_advice(depth)}")
     if match["one"]:
         layers = range(int(part), int(part) + 1)
     else:
         layers = range(int(match["start"] or 0), int(match["stop"] or depth))
         if layers.start >= layers.stop:
-            raise RecipeError(
+            raise ConfigError(
                 f"layers {spec!r} have a range {part} from {layers.start} to before {layers.stop}, "
                 f"which is empty; {_advice(depth)}"
             )
     if layers.stop > depth:
-        raise RecipeError(
+        raise ConfigError(
             f"layers {spec!r} name layer {layers.stop - 1} of a model with {depth}; "
             f"{_advice(depth)}"
         )

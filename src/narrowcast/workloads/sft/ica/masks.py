@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica.arguments import check_channels, check_number, check_site
 from narrowcast.workloads.sft.ica.blocks import Block, find_blocks
 from narrowcast.workloads.sft.ica.networks import Channels, Site
@@ -46,17 +46,17 @@ class Masks:
 
     def preserve(self, channels: Channels) -> Self:
         """Silence all other channels; all of a layer that has none of these."""
-        self._refuse_strangers(channels)
+        self._check_channels(channels)
         for layer, gate in enumerate(self._gates):
-            kept = torch.zeros_like(gate.factor)
-            kept[list(channels.get(layer, ()))] = 1
-            gate.factor *= kept
+            stored = torch.zeros_like(gate.factor)
+            stored[list(channels.get(layer, ()))] = 1
+            gate.factor *= stored
         return self
 
     def scale(self, channels: Channels, factor: float) -> Self:
         """Multiply channels: above 1 they are amplified."""
         check_number("factor", factor, "a number")
-        self._refuse_strangers(channels)
+        self._check_channels(channels)
         for layer, chosen in channels.items():
             self._gates[layer].factor[list(chosen)] *= factor
         return self
@@ -89,13 +89,13 @@ class Masks:
     ) -> None:
         self.remove()
 
-    def _refuse_strangers(self, channels: Channels) -> None:
+    def _check_channels(self, channels: Channels) -> None:
         check_channels(channels)
         for layer, chosen in channels.items():
             outside = [c for c in chosen if not 0 <= c < self.width]
             if not 0 <= layer < self.depth or outside:
                 what = f"channel {outside[0]} of layer {layer}" if outside else f"layer {layer}"
-                raise RecipeError(
+                raise ConfigError(
                     f"{what} is not in this model, whose {self.depth} layers have {self.width} "
                     f"{self.site} channels each; networks were made for another model"
                 )

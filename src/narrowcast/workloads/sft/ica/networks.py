@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, TypeAlias, final
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 Site: TypeAlias = Literal["mlp_output", "down_input"]
 Channels: TypeAlias = Mapping[int, tuple[int, ...]]
@@ -31,11 +31,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
-            raise RecipeError(f"layers {self.layers}: list them once each, ascending, from 0")
+            raise ConfigError(f"layers {self.layers}: list them once each, ascending, from 0")
         if self.width < 1:
-            raise RecipeError(f"width {self.width}: layers have 1 channel or more")
+            raise ConfigError(f"width {self.width}: layers have 1 channel or more")
         if self.depth is not None and self.layers[-1] >= self.depth:
-            raise RecipeError(f"layer {self.layers[-1]} of a model with {self.depth}")
+            raise ConfigError(f"layer {self.layers[-1]} of a model with {self.depth}")
 
 
 @final
@@ -89,21 +89,21 @@ class FunctionalNetworks:
         known, width = set(self.layout.layers), self.layout.width
         for component, network in self.networks.items():
             if component < 0:
-                raise RecipeError(f"component {component}: components are numbered from 0")
+                raise ConfigError(f"component {component}: components are numbered from 0")
             for layer, channels in network.items():
                 if layer not in known:
-                    raise RecipeError(
+                    raise ConfigError(
                         f"component {component} has layer {layer}, and the layout has "
                         f"{_listed(self.layout.layers)}"
                     )
                 ascending = all(a < b for a, b in pairwise(channels))
                 if not channels or not ascending or channels[0] < 0 or channels[-1] >= width:
-                    raise RecipeError(
+                    raise ConfigError(
                         f"component {component}, layer {layer}: list channels from 0 to "
                         f"{width - 1} once each, ascending; leave out a layer without any"
                     )
         if strangers := sorted(set(self.scores) - set(self.networks)):
-            raise RecipeError(f"scores of components {_listed(strangers)}, which do not exist")
+            raise ConfigError(f"scores of components {_listed(strangers)}, which do not exist")
 
     @property
     def components(self) -> tuple[int, ...]:
@@ -119,10 +119,10 @@ class FunctionalNetworks:
     ) -> dict[int, tuple[int, ...]]:
         """Return the union of networks, of all or some, in all or some layers."""
         if isinstance(components, int):
-            raise RecipeError(f"components must be a list of numbers, got {components}.")
+            raise ConfigError(f"components must be a list of numbers, got {components}.")
         chosen = self.components if components is None else tuple(components)
         if not chosen:
-            raise RecipeError(f"no components named; there are {_listed(self.components)}")
+            raise ConfigError(f"no components named; there are {_listed(self.components)}")
         union: dict[int, set[int]] = {}
         for component in chosen:
             for layer, channels in self._network(component).items():
@@ -136,11 +136,11 @@ class FunctionalNetworks:
             layer: tuple(sorted(set(range(self.layout.width)) - set(channels.get(layer, ()))))
             for layer in self.layout.layers
         }
-        return {layer: kept for layer, kept in rest.items() if kept}
+        return {layer: stored for layer, stored in rest.items() if stored}
 
     def iou(self, component: int, other: "FunctionalNetworks", other_component: int) -> float:
         """Return how much of two networks is common to both, 0 to 1; two empty ones share all."""
-        self._refuse_other_layout(other)
+        self._check_layout(other)
         mine, theirs = self._flat(component), other._flat(other_component)
         return len(mine & theirs) / len(mine | theirs) if mine | theirs else 1.0
 
@@ -148,44 +148,44 @@ class FunctionalNetworks:
         self, other: "FunctionalNetworks", *, threshold: float = 0.2, top: int = 1
     ) -> list[Match]:
         """Return for each network the nearest of another set, above a threshold, best first."""
-        found = []
+        result = []
         for mine in self.components:
             near = [
                 Match(component=mine, other=each, iou=self.iou(mine, other, each))
                 for each in other.components
             ]
             near = [each for each in near if each.iou > threshold]
-            found += sorted(near, key=lambda each: (-each.iou, each.other))[:top]
-        return found
+            result += sorted(near, key=lambda each: (-each.iou, each.other))[:top]
+        return result
 
     def require_fit(self, *, depth: int, width: int, site: Site | None = None) -> None:
         """Refuse a model of another shape than these networks were made for."""
         made_for = "made for " + (self.provenance.model or "another model")
         again = "; build networks for this model"
         if site is not None and site != self.layout.site:
-            raise RecipeError(
+            raise ConfigError(
                 f"these networks are of {self.layout.site} channels, and {site} is asked for; "
                 f"build them with site={site}"
             )
         if width != self.layout.width:
-            raise RecipeError(
+            raise ConfigError(
                 f"these networks, {made_for}, have {self.layout.width} channels a layer, and this "
                 f"model has {width}{again}"
             )
         if self.layout.depth is not None and depth != self.layout.depth:
-            raise RecipeError(
+            raise ConfigError(
                 f"these networks, {made_for}, are of {self.layout.depth} layers, and this model "
                 f"has {depth}{again}"
             )
         if self.layout.layers[-1] >= depth:
-            raise RecipeError(
+            raise ConfigError(
                 f"these networks, {made_for}, have layer {self.layout.layers[-1]}, and this model "
                 f"has {depth} layers{again}"
             )
 
     def _network(self, component: int) -> Channels:
         if component not in self.networks:
-            raise RecipeError(
+            raise ConfigError(
                 f"there is no component {component}; there are {_listed(self.components)}"
             )
         return self.networks[component]
@@ -194,10 +194,10 @@ class FunctionalNetworks:
         network = self._network(component)
         return {(layer, channel) for layer in network for channel in network[layer]}
 
-    def _refuse_other_layout(self, other: "FunctionalNetworks") -> None:
+    def _check_layout(self, other: "FunctionalNetworks") -> None:
         mine, theirs = self.layout, other.layout
         if (mine.width, mine.site) != (theirs.width, theirs.site):
-            raise RecipeError(
+            raise ConfigError(
                 f"networks of {mine.width} {mine.site} channels a layer and of {theirs.width} "
                 f"{theirs.site} channels cannot be compared; build both for one model"
             )

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica.networks import (
     Channels,
     FunctionalNetworks,
@@ -25,7 +25,7 @@ def save_networks(networks: FunctionalNetworks, path: Path | str) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(text_of(networks), encoding="utf-8")
+    part.write_text(networks_to_json(networks), encoding="utf-8")
     part.replace(path)
 
 
@@ -35,14 +35,14 @@ def load_networks(path: Path | str) -> FunctionalNetworks:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read as networks: {error}") from None
+        raise ConfigError(f"{path} cannot be read as networks: {error}") from None
     try:
-        return networks_of(text)
-    except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from None
+        return networks_from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
-def text_of(networks: FunctionalNetworks) -> str:
+def networks_to_json(networks: FunctionalNetworks) -> str:
     """Return networks as JSON; the same networks, the same text."""
     value = {
         "format": FORMAT,
@@ -57,17 +57,17 @@ def text_of(networks: FunctionalNetworks) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def networks_of(text: str) -> FunctionalNetworks:
+def networks_from_json(text: str) -> FunctionalNetworks:
     """Return the networks of a JSON text."""
     try:
-        value = json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse_constant)
+        value = json.loads(text, object_pairs_hook=_once_each, parse_constant=_raise_constant)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise RecipeError(f"not JSON: {error}; give a file of `narrowcast ica build`") from None
+        raise ConfigError(f"not JSON: {error}; give a file of `narrowcast ica build`") from None
     if isinstance(value, dict) and "templates" in value:
         return _from_templates(value)
     top = _keys(value, "the file", {"format", "provenance", "layout", "networks", "scores"})
     if top["format"] != FORMAT:
-        raise RecipeError(f"format {top['format']!r}; this version reads {FORMAT}")
+        raise ConfigError(f"format {top['format']!r}; this version reads {FORMAT}")
     return FunctionalNetworks(
         provenance=_provenance(top["provenance"]),
         layout=_layout(top["layout"]),
@@ -94,7 +94,7 @@ def _provenance(value: Any) -> Provenance:
     got = _keys(value, "provenance", set(Provenance.__dataclass_fields__))
     findings = got["findings"]
     if not isinstance(findings, list):
-        raise RecipeError("provenance.findings is no list of texts")
+        raise ConfigError("provenance.findings is no list of texts")
     return Provenance(
         name=_text(got["name"], "provenance.name"),
         model=_text(got["model"], "provenance.model"),
@@ -110,7 +110,7 @@ def _provenance(value: Any) -> Provenance:
 def _layout(value: Any) -> Layout:
     got = _keys(value, "layout", {"layers", "width", "depth", "site"})
     if got["site"] not in get_args(Site):
-        raise RecipeError(f"layout.site is {got['site']!r}; write {' or '.join(get_args(Site))}")
+        raise ConfigError(f"layout.site is {got['site']!r}; write {' or '.join(get_args(Site))}")
     return Layout(
         layers=_numbers(got["layers"], "layout.layers"),
         width=_number(got["width"], "layout.width"),
@@ -127,42 +127,42 @@ def _score(value: Any, where: str) -> Score:
     got = _keys(value, where, set(Score.__dataclass_fields__))
     for name, number in got.items():
         if isinstance(number, bool) or not isinstance(number, int | float):
-            raise RecipeError(f"{where}.{name} is {number!r}, no number")
+            raise ConfigError(f"{where}.{name} is {number!r}, no number")
     return Score(**{name: float(number) for name, number in got.items()})
 
 
 def _numbered(value: Any, where: str, item: Callable[[Any, str], _Item]) -> dict[int, _Item]:
     """Return an object whose keys are numbers as people write them: no 01, no -1."""
     if not isinstance(value, dict):
-        raise RecipeError(f"{where} is no object")
+        raise ConfigError(f"{where} is no object")
     for key in value:
         if not (key.isascii() and key.isdecimal() and str(int(key)) == key):
-            raise RecipeError(f"{where} has the key {key!r}; keys are numbers from 0")
+            raise ConfigError(f"{where} has the key {key!r}; keys are numbers from 0")
     return {int(key): item(each, f"{where}.{key}") for key, each in value.items()}
 
 
 def _numbers(value: Any, where: str) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise RecipeError(f"{where} is no list of numbers")
+        raise ConfigError(f"{where} is no list of numbers")
     return tuple(_number(each, where) for each in value)
 
 
 def _number(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RecipeError(f"{where} has {value!r}, no whole number")
+        raise ConfigError(f"{where} has {value!r}, no whole number")
     return value
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise RecipeError(f"{where} is {value!r}, no text")
+        raise ConfigError(f"{where} is {value!r}, no text")
     return value
 
 
 def _keys(value: Any, where: str, names: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict) or set(value) != names:
         has = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
-        raise RecipeError(
+        raise ConfigError(
             f"{where} has {has or 'nothing'}, and should have {', '.join(sorted(names))}"
         )
     return value
@@ -173,9 +173,9 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise RecipeError(f"the key {twice!r} stands twice in one object; which one counts?")
+        raise ConfigError(f"the key {twice!r} stands twice in one object; which one counts?")
     return made
 
 
-def _refuse_constant(name: str) -> None:
-    raise RecipeError(f"{name} is no number in JSON")
+def _raise_constant(name: str) -> None:
+    raise ConfigError(f"{name} is no number in JSON")

@@ -19,11 +19,11 @@ NETWORKS, MASKED, ABLATION = "networks.json", "masked.json", "ablation.json"
 
 def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
     """Return what there is to draw; nothing of a run without networks."""
-    found = []
+    result = []
     if (folder / NETWORKS).exists():
-        found.append(networks_section(load_networks(folder / NETWORKS)))
+        result.append(networks_section(load_networks(folder / NETWORKS)))
     if (folder / MASKED).exists():
-        found.append(masked_section(json.loads((folder / MASKED).read_text(encoding="utf-8"))))
+        result.append(masked_section(json.loads((folder / MASKED).read_text(encoding="utf-8"))))
     if (folder / ABLATION).exists():
-        found.append(ablation_section(load_ablation(folder / ABLATION)))
-    return found
+        result.append(ablation_section(load_ablation(folder / ABLATION)))
+    return result

@@ -6,7 +6,7 @@ from typing import Protocol, final
 import numpy as np
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica.arguments import check_number, check_type, check_whole
 
 
@@ -34,7 +34,7 @@ class Percentile:
 
     def __post_init__(self) -> None:
         if not 0 <= check_number("percentile", self.percentile, "a number from 0 to 100") < 100:
-            raise RecipeError(
+            raise ConfigError(
                 f"percentile {self.percentile}; write 0 or more and less than 100: 98 selects two "
                 "in a hundred channels"
             )
@@ -63,7 +63,7 @@ class ZScore:
     def __post_init__(self) -> None:
         check_type("two_sided", self.two_sided, bool, "True or False")
         if not 0 < check_number("z-score", self.threshold, "a number above 0") < np.inf:
-            raise RecipeError(f"z-score {self.threshold}; write a number above 0, such as 1.96")
+            raise ConfigError(f"z-score {self.threshold}; write a number above 0, such as 1.96")
 
     def __str__(self) -> str:
         return f"{'|z|' if self.two_sided else 'z'}>{self.threshold:g}"

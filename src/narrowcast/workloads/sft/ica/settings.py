@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from narrowcast.config.section import Section, refuse_conflicts
+from narrowcast.config.section import Section, check_conflicts
 
 MOST_COMPONENTS = 10_000
 MOST_SAMPLES = 10**6
@@ -140,9 +140,9 @@ class IcaSection(Section):
             text = "mask_mode=scale and a factor, scale, go together; write both, or neither"
             conflicts.append((("mask_mode", "scale"), text))
         fields = type(self).model_fields
-        given = [name for name in fields if getattr(self, name) != fields[name].default]
+        inputs = [name for name in fields if getattr(self, name) != fields[name].default]
         if not self.wanted:
-            unused = [name for name in given if name not in ("mask_mode", "scale", "freeze")]
+            unused = [name for name in inputs if name not in ("mask_mode", "scale", "freeze")]
             if unused:
                 text = (
                     f"nothing is done with networks; write mask_mode or freeze=true, or leave "
@@ -151,16 +151,16 @@ class IcaSection(Section):
                 conflicts.append((("mask_mode", *unused), text))
         if self.ica_template_path is not None:
             for name in (*_OF_THE_SEARCH, *_SELECTORS):
-                if name in given:
+                if name in inputs:
                     text = f"ica_template_path has networks; leave {name} out, or the path"
                     conflicts.append((("ica_template_path", name), text))
-        if len(selectors := [name for name in _SELECTORS[:3] if name in given]) > 1:
+        if len(selectors := [name for name in _SELECTORS[:3] if name in inputs]) > 1:
             text = f"{' and '.join(selectors)} select channels in different ways; keep one"
             conflicts.append((tuple(selectors), text))
         if self.ica_two_sided and self.ica_zscore is None:
             text = "ica_two_sided is for ica_zscore; write that, or leave it out"
             conflicts.append((("ica_two_sided", "ica_zscore"), text))
-        refuse_conflicts(conflicts)
+        check_conflicts(conflicts)
         return self
 
 

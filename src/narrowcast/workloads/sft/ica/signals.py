@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 CHUNK_ELEMENTS = 2**22
 """Numbers in a chunk: 16 MiB of fp32, large enough for fast products of a few dozen columns."""
@@ -45,9 +45,9 @@ class ArraySignals:
         try:
             self.array = torch.as_tensor(array)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise RecipeError(f"signals must be an array, got {type(array)}: {error}.") from None
+            raise ConfigError(f"signals must be an array, got {type(array)}: {error}.") from None
         if self.array.dim() != 2:
-            raise RecipeError(
+            raise ConfigError(
                 f"signals of shape {tuple(self.array.shape)}; give rows by channels, two dimensions"
             )
 
@@ -71,10 +71,10 @@ class FileSignals:
     """As numpy calls it."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        kept = np.dtype(self.dtype)
-        row = self.channels * kept.itemsize
+        stored = np.dtype(self.dtype)
+        row = self.channels * stored.itemsize
         if (size := self.path.stat().st_size) % row:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.path} has {size} bytes, which are not whole rows of {self.channels} "
                 f"{self.dtype}; say how many channels it has"
             )
@@ -85,7 +85,7 @@ class FileSignals:
             dtype=torch.uint8,
             pin_memory=torch.cuda.is_initialized(),
         ).numpy()
-        buffer = space.view(kept).reshape(-1, self.channels)
+        buffer = space.view(stored).reshape(-1, self.channels)
         with self.path.open("rb", buffering=0) as file:
             while count := file.readinto(space.data):
                 yield torch.from_numpy(buffer[: count // row])

@@ -6,8 +6,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
-from narrowcast.workloads.sft.ica.dtypes import name_of, working_dtype
+from narrowcast.errors import ConfigError
+from narrowcast.workloads.sft.ica.dtypes import dtype_name, working_dtype
 from narrowcast.workloads.sft.ica.signals import Signals
 
 TOO_LARGE = (
@@ -72,7 +72,7 @@ class RunningStatistics:
         total = centred.sum(0)
         if not bool(total.isfinite().all()):
             check_finite(chunk, first_row=self._rows)
-            raise RecipeError(TOO_LARGE.format(work=name_of(work)))
+            raise ConfigError(TOO_LARGE.format(work=dtype_name(work)))
         self._rows += len(chunk)
         self._sum += total
         self._squares += centred.square_().sum(0)
@@ -80,13 +80,13 @@ class RunningStatistics:
     def result(self) -> ChannelStatistics:
         """Return what was seen."""
         if self._shift is None or self._sum is None or self._squares is None or self._rows < 2:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self._rows} rows of signals; give at least a few for each component"
             )
         offset = self._sum / self._rows
         # Half is left to products of channels about their mean: these squares are about a shift.
         if float(self._squares.max()) > torch.finfo(self._shift.dtype).max / 2:
-            raise RecipeError(TOO_LARGE.format(work=name_of(self._shift.dtype)))
+            raise ConfigError(TOO_LARGE.format(work=dtype_name(self._shift.dtype)))
         mean = self._shift.double() + offset
         variance = (self._squares / self._rows - offset.square()).clamp_(min=0)
         spread = variance.sqrt()
@@ -97,7 +97,7 @@ class RunningStatistics:
         )
 
 
-def statistics_of(signals: Signals) -> ChannelStatistics:
+def channel_statistics(signals: Signals) -> ChannelStatistics:
     """Return mean and spread of every channel."""
     running = RunningStatistics()
     for chunk in signals:
@@ -121,7 +121,7 @@ def check_finite(chunk: Tensor, *, first_row: int) -> None:
     bad = (~chunk.isfinite()).nonzero()
     if len(bad):
         row, channel = bad[0].tolist()
-        raise RecipeError(
+        raise ConfigError(
             f"the signals have {len(bad)} numbers that are not finite, the first in row "
             f"{first_row + row}, channel {channel}: the model computes them itself, and no "
             "ica_dtype helps; look at its weights, or load it in a wider dtype"

@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica.dtypes import working_dtype
 from narrowcast.workloads.sft.ica.signals import Signals
 from narrowcast.workloads.sft.ica.statistics import ChannelStatistics, centred_in
@@ -121,24 +121,24 @@ def principal_subspace(
     rows, channels = signals.statistics.rows, len(signals.factor)
     live = int((~signals.statistics.constant).sum())
     if components > min(live, rows - 1):
-        raise RecipeError(
+        raise ConfigError(
             f"{components} components of {rows} rows and {live} channels that vary; ask for at "
             f"most {min(live, rows - 1)}, or give more data"
         )
     width = min(components + OVERSAMPLE, channels)
     if channels <= max(FEW_CHANNELS, 4 * width):
-        found = _by_covariance(signals, components)
+        result = _by_covariance(signals, components)
     else:
-        found = _by_lanczos(signals, components, width=width, generator=generator)
-    rank = int((found.variances > RANK_TOLERANCE * found.variances[0]).sum())
+        result = _by_lanczos(signals, components, width=width, generator=generator)
+    rank = int((result.variances > RANK_TOLERANCE * result.variances[0]).sum())
     if rank < components:
-        raise RecipeError(
+        raise ConfigError(
             f"{components} components were asked for, and the signals have {rank} independent "
             f"directions; ask for at most {rank}"
         )
     # A channel that says nothing is in no direction, to the last bit.
-    kept = (signals.factor != 0).to(found.basis)
-    return replace(found, basis=found.basis * kept[:, None])
+    stored = (signals.factor != 0).to(result.basis)
+    return replace(result, basis=result.basis * stored[:, None])
 
 
 def _by_covariance(signals: Standardised, components: int) -> Subspace:
@@ -163,14 +163,14 @@ def _by_lanczos(
     for passes in range(1, MAX_PASSES + 1):
         image = signals.covariance_times(block)
         vectors, images = torch.cat([vectors, block], 1), torch.cat([images, image], 1)
-        found = _best_in(vectors, images, components, passes=passes)
-        if found.converged or vectors.shape[1] + width > len(signals.factor):
+        matched = _best_in(vectors, images, components, passes=passes)
+        if matched.converged or vectors.shape[1] + width > len(signals.factor):
             break
         block = image - vectors @ (vectors.T @ image)
         block = _orthonormal(block)
         # Once more: what cancelled above left rounding along the old ones.
         block = _orthonormal(block - vectors @ (vectors.T @ block))
-    return found
+    return matched
 
 
 def _best_in(vectors: Tensor, images: Tensor, components: int, *, passes: int) -> Subspace:
@@ -194,8 +194,8 @@ def _orthonormal(block: Tensor) -> Tensor:
     for _ in range(2):
         wide = block.double()
         values, vectors = torch.linalg.eigh((wide.T @ wide).cpu())
-        kept = values > DEPENDENT * values[-1].clamp(min=torch.finfo(values.dtype).tiny)
-        scale = torch.where(kept, values.where(kept, 1.0).rsqrt(), 0.0)
+        saved = values > DEPENDENT * values[-1].clamp(min=torch.finfo(values.dtype).tiny)
+        scale = torch.where(saved, values.where(saved, 1.0).rsqrt(), 0.0)
         block = (wide @ (vectors * scale).to(wide.device)).to(block.dtype)
     return block
 

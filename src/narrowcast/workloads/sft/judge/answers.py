@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.judge.settings import Way
 
 FINAL = "####"
@@ -39,10 +39,10 @@ def number_in(text: str) -> Fraction | None:
     and .50 are the same.
     """
     _, marked, final = text.partition(FINAL)
-    found = [_value(match) for match in _NUMBER.finditer(final if marked else text)]
-    if not found:
+    matches = [_value(match) for match in _NUMBER.finditer(final if marked else text)]
+    if not matches:
         return None
-    return found[0] if marked else found[-1]
+    return matches[0] if marked else matches[-1]
 
 
 def same_text(one: str, other: str) -> bool:
@@ -50,7 +50,9 @@ def same_text(one: str, other: str) -> bool:
     return _plain(one) == _plain(other)
 
 
-def way_of(choice: Way, references: Sequence[tuple[str, str]]) -> Literal["number", "text"]:
+def comparison_kind(
+    choice: Way, references: Sequence[tuple[str, str]]
+) -> Literal["number", "text"]:
     """Return how answers are compared, given those of a file, each with its place.
 
     A number that is asked for and not there is refused.
@@ -58,11 +60,11 @@ def way_of(choice: Way, references: Sequence[tuple[str, str]]) -> Literal["numbe
     if choice == "auto":
         choice = "number" if all(FINAL in text for text, _ in references) else "text"
     if choice == "number":
-        for text, place in references:
+        for text, location in references:
             if number_in(text) is None:
-                raise RecipeError(
-                    f"{place}: its answer has no number to compare with; write "
-                    "judge.exact_match_by=text, or give each answer one"
+                raise ConfigError(
+                    f"{location}: its answer has no number to compare with; write "
+                    "eval_tasks.exact_match_by=text, or give each answer one"
                 )
     return choice
 
@@ -71,8 +73,8 @@ def is_right(text: str, reference: str, *, by: Literal["number", "text"]) -> boo
     """Say whether an answer is the one that was to be given."""
     if by == "text":
         return same_text(text, reference)
-    found = number_in(text)
-    return found is not None and found == number_in(reference)
+    result = number_in(text)
+    return result is not None and result == number_in(reference)
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

@@ -10,9 +10,9 @@ from torch import nn
 
 from narrowcast.workloads.sft.data.templates import Template
 from narrowcast.workloads.sft.data.tokenised import padding_token
-from narrowcast.workloads.sft.judge.answers import is_right, way_of
+from narrowcast.workloads.sft.judge.answers import comparison_kind, is_right
 from narrowcast.workloads.sft.judge.generation import greedy, model_ends
-from narrowcast.workloads.sft.judge.prompts import Question, ending_of, texts_of
+from narrowcast.workloads.sft.judge.prompts import Question, decode_answers, response_ending
 from narrowcast.workloads.sft.judge.settings import Way
 
 LEVEL = 0.95
@@ -30,7 +30,7 @@ class Interval(NamedTuple):
 class Answer:
     """What a model wrote, what was to be written, and whether they are the same."""
 
-    place: str
+    location: str
     reference: str
     text: str
     right: bool
@@ -65,10 +65,10 @@ class ExactMatch:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a file keeps it."""
-        told = {"right": self.right, "rows": self.rows, "share": self.share}
+        info = {"right": self.right, "rows": self.rows, "share": self.share}
         low, high = self.interval
         answers = [asdict(answer) for answer in self.answers]
-        return {**told, "low": low, "high": high, "by": self.by, "answers": answers}
+        return {**info, "low": low, "high": high, "by": self.by, "answers": answers}
 
 
 def exact_match(
@@ -81,14 +81,14 @@ def exact_match(
     batch_size: int = 8,
 ) -> ExactMatch:
     """Let a model answer questions, always with the likeliest token, and compare."""
-    way = way_of(by, [(question.reference, question.place) for question in questions])
+    way = comparison_kind(by, [(question.reference, question.location) for question in questions])
     prompts = [question.prompt for question in questions]
     texts = answer(model, template, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
     return ExactMatch(
         by=way,
         answers=tuple(
             Answer(
-                place=question.place,
+                location=question.location,
                 reference=question.reference,
                 text=text,
                 right=is_right(text, question.reference, by=way),
@@ -120,7 +120,7 @@ def answer(
         ends=model_ends(model),
         padding=padding_token(tokenizer),
     )
-    return texts_of(tokens, tokenizer, ending_of(template))
+    return decode_answers(tokens, tokenizer, response_ending(template))
 
 
 def wilson(right: int, rows: int, *, level: float = LEVEL) -> Interval:

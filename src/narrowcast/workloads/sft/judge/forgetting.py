@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 
 Row = tuple[float, ...]
 
@@ -20,12 +20,12 @@ class Accuracies:
     def __post_init__(self) -> None:
         count = len(self.matrix)
         if not count or any(len(row) != count for row in self.matrix):
-            raise RecipeError(
+            raise ConfigError(
                 f"{count} rows of {[len(row) for row in self.matrix]} accuracies: give a row for "
                 "each task that was learnt, with an accuracy on every task"
             )
         if self.baselines and len(self.baselines) != count:
-            raise RecipeError(
+            raise ConfigError(
                 f"{len(self.baselines)} baselines of {count} tasks: give one for each, or none"
             )
 
@@ -50,7 +50,7 @@ class Accuracies:
         NaN of a single task.
         """
         if not self.baselines:
-            raise RecipeError("forward transfer is measured from baselines; give one for each task")
+            raise ConfigError("forward transfer is measured from baselines; give one for each task")
         learnt = [row[t] for t, row in enumerate(self.matrix)]
         gained = [own - alone for own, alone in zip(learnt, self.baselines, strict=True)]
         return _mean(gained[1:])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from narrowcast.errors import RecipeError
-from narrowcast.hardware.randomness import randomness_kept
+from narrowcast.errors import ConfigError
+from narrowcast.hardware.randomness import preserve_rng
 from narrowcast.training.evaluation import in_eval_mode
 
 
@@ -74,9 +74,9 @@ def _generated(
     most, padding = config.max_new_tokens, config.pad_token_id
     require_room(model, prompts, max_new_tokens=most)
     device = next(model.parameters()).device
-    found: dict[int, list[int]] = {}
+    results: dict[int, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    with randomness_kept(device), in_eval_mode(model), _only(config, model), _uncompiled():
+    with preserve_rng(device), in_eval_mode(model), _only(config, model), _uncompiled():
         torch.manual_seed(0)
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
@@ -84,11 +84,11 @@ def _generated(
             out: Tensor = model.generate(input_ids=ids, attention_mask=mask)  # type: ignore[operator]
             for number, row in zip(chosen, out[:, ids.shape[1] :].tolist(), strict=True):
                 stop = next((at for at, token in enumerate(row) if token in ends), len(row))
-                found[number] = row[:stop]
-    return [found[number] for number in range(len(prompts))]
+                results[number] = row[:stop]
+    return [results[number] for number in range(len(prompts))]
 
 
-def room_of(model: nn.Module) -> int | None:
+def context_length(model: nn.Module) -> int | None:
     """Return how many tokens a model can be given; None where it does not say."""
     room = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return room if isinstance(room, int) and room > 0 else None
@@ -98,14 +98,14 @@ def require_room(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> None:
     """Refuse prompts that are empty, or that leave no room for an answer."""
-    room = room_of(model)
+    room = context_length(model)
     if any(not prompt for prompt in prompts):
-        raise RecipeError("an empty prompt gives nothing to go on; give it at least one token")
+        raise ConfigError("an empty prompt gives nothing to go on; give it at least one token")
     longest = max(map(len, prompts), default=0)
     if room is not None and longest + max_new_tokens > room:
         short = room - longest
-        advice = f"write judge.max_new_tokens={short}" if short > 0 else "leave such rows out"
-        raise RecipeError(
+        advice = f"write eval_tasks.max_new_tokens={short}" if short > 0 else "leave such rows out"
+        raise ConfigError(
             f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} are more than the "
             f"{room} tokens of the model; {advice}"
         )
@@ -145,13 +145,13 @@ def _filled(
 def _only(config: GenerationConfig, model: nn.Module) -> Iterator[None]:
     """Let `config` alone decide: what it leaves open, `generate` takes from the model's own."""
     owners: list[Any] = [m for m in model.modules() if "generation_config" in vars(m)]
-    kept = [owner.generation_config for owner in owners]
+    stored = [owner.generation_config for owner in owners]
     for owner in owners:
         owner.generation_config = config
     try:
         yield
     finally:
-        for owner, own in zip(owners, kept, strict=True):
+        for owner, own in zip(owners, stored, strict=True):
             owner.generation_config = own
 
 

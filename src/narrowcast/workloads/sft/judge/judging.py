@@ -11,28 +11,28 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.config.problems import shown_path
-from narrowcast.errors import RecipeError
-from narrowcast.plain_files import path_of, status_of
+from narrowcast.errors import ConfigError
+from narrowcast.plain_files import expand_path, stat_or_none
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Metric, strict_json
-from narrowcast.training.checkpoints.data_identity import digest_of
+from narrowcast.training.checkpoints.data_identity import fingerprint
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import Hook
 from narrowcast.workloads.sft.data.templates import Template
 from narrowcast.workloads.sft.data.tokenised import TokenRows, padding_token
-from narrowcast.workloads.sft.judge.answers import way_of
+from narrowcast.workloads.sft.judge.answers import comparison_kind
 from narrowcast.workloads.sft.judge.exact_match import ExactMatch, exact_match
-from narrowcast.workloads.sft.judge.generation import generate_as_saved, room_of
+from narrowcast.workloads.sft.judge.generation import context_length, generate_as_saved
 from narrowcast.workloads.sft.judge.perplexity import (
     Perplexity,
     Window,
+    encode,
+    make_windows,
     perplexity_of_windows,
-    tokens_of,
-    windows_of,
 )
-from narrowcast.workloads.sft.judge.prompts import Question, questions_from, shown_of
+from narrowcast.workloads.sft.judge.prompts import Question, questions_from, sample_questions
 from narrowcast.workloads.sft.judge.samples import JUDGED, Sample, write_json, write_samples
-from narrowcast.workloads.sft.judge.settings import USUAL_LENGTH, JudgeSection
+from narrowcast.workloads.sft.judge.settings import USUAL_LENGTH, EvalTasksSection
 from narrowcast.workloads.sft.judge.texts import read_texts
 
 PERPLEXITY = Metric(name="text_perplexity")
@@ -52,21 +52,21 @@ class Judgement:
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of an evaluation."""
-        found: dict[str, float] = {}
+        results: dict[str, float] = {}
         if self.perplexity is not None:
-            found[PERPLEXITY.name] = self.perplexity.perplexity
+            results[PERPLEXITY.name] = self.perplexity.perplexity
         if self.exact_match is not None:
-            found[EXACT_MATCH.name] = self.exact_match.share
-        return found
+            results[EXACT_MATCH.name] = self.exact_match.share
+        return results
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a file keeps it."""
-        told: dict[str, Any] = {}
+        info: dict[str, Any] = {}
         if (text := self.perplexity) is not None:
-            told["perplexity"] = {**text._asdict(), "perplexity": text.perplexity}
+            info["perplexity"] = {**text._asdict(), "perplexity": text.perplexity}
         if self.exact_match is not None:
-            told["exact_match"] = self.exact_match.to_json()
-        return told
+            info["exact_match"] = self.exact_match.to_json()
+        return info
 
 
 @final
@@ -79,7 +79,7 @@ class Judge:
 
     def __init__(
         self,
-        section: JudgeSection,
+        section: EvalTasksSection,
         template: Template,
         *,
         model: nn.Module,
@@ -89,14 +89,14 @@ class Judge:
     ) -> None:
         """Read and check all that is named; `model` says how much it can be given."""
         if section.every and (not eval_every or section.every % eval_every):
-            raise RecipeError(
-                f"judge.every={section.every}: it is measured when the model is evaluated, which "
-                f"eval.every={eval_every} decides; write eval.every={section.every}, or a divisor"
+            raise ConfigError(
+                f"eval_tasks.every must be a multiple of eval.every, got {section.every} and "
+                f"{eval_every}. Write eval.every={section.every}, or a divisor of it."
             )
         self._section, self._template, self._steps = section, template, steps
-        self._room = room_of(model)
+        self._room = context_length(model)
         self._windows = self._text_windows()
-        self._questions = self._asked()
+        self._questions = self._load_questions()
         self._shown = self._samples(shown)
         self._step, self._before = 0, ""
         self._known: dict[str, Judgement] = {}
@@ -126,8 +126,8 @@ class Judge:
         before = strict_json.loads(self._before) if self._before else {}
         if self._section.measures:
             measured = self._judgement(model).to_json()
-            told = {"before": before.get("measured"), "after": measured}
-            write_json(folder / JUDGED, told)
+            message = {"before": before.get("measured"), "after": measured}
+            write_json(folder / JUDGED, message)
         if self._shown:
             known = before.get("texts") or [""] * len(self._shown)
             write_samples(folder, self._compared(known, self._answers(model)))
@@ -138,7 +138,7 @@ class Judge:
             return ()
         return (
             Hook(
-                name="judge",
+                name="eval_tasks",
                 before_first_step=self._begin,
                 after_step=self._count,
                 state_dict=lambda: {"step": self._step, "before": self._before},
@@ -151,10 +151,10 @@ class Judge:
         arrays = [np.array(window.tokens) for window in self._windows]
         arrays += [np.array(question.prompt) for question in self._questions]
         answers = "\0".join(question.reference for question in self._questions)
-        return digest_of(*arrays, np.frombuffer(answers.encode(), np.uint8))
+        return fingerprint(*arrays, np.frombuffer(answers.encode(), np.uint8))
 
     def _begin(self, prepared: Prepared) -> None:
-        with prepared.compute():
+        with prepared.autocast():
             self.before(prepared.model)
 
     def _count(self, _prepared: Prepared, _applied: Tensor) -> None:
@@ -219,39 +219,46 @@ class Judge:
         section, room = self._section, self._room or USUAL_LENGTH
         length = section.perplexity_length or min(USUAL_LENGTH, room)
         if self._room is not None and section.texts and length > room:
-            raise RecipeError(
-                f"judge.perplexity_length={length} is more than the {room} tokens of the model; "
-                f"write judge.perplexity_length={room}"
+            raise ConfigError(
+                f"eval_tasks.perplexity_length={length} is more than the {room} tokens of the "
+                "model; "
+                f"write eval_tasks.perplexity_length={room}"
             )
         most = section.perplexity_tokens
-        found: list[Window] = []
+        matches: list[Window] = []
         for text in read_texts(section.texts, most_bytes=most * BYTES_A_TOKEN):
-            tokens = tokens_of(self._template.tokenizer, text.text)[:most]
+            tokens = encode(self._template.tokenizer, text.text)[:most]
             if len(tokens) < 2:
-                raise RecipeError(
-                    f"judge.perplexity: {text.path} has fewer than two tokens; give a longer text"
+                raise ConfigError(
+                    f"eval_tasks.perplexity: {text.path} has fewer than two tokens; give a "
+                    "longer text"
                 )
-            found += windows_of(tokens, length=length)
-        return found
+            matches += make_windows(tokens, length=length)
+        return matches
 
-    def _asked(self) -> list[Question]:
+    def _load_questions(self) -> list[Question]:
         section = self._section
         if section.exact_match is None:
             return []
-        path = path_of(section.exact_match)
+        path = expand_path(section.exact_match)
         _require_there(path)
-        found = questions_from(path, self._template, most=section.exact_match_rows)
-        way_of(section.exact_match_by, [(each.reference, each.place) for each in found])
-        for each in found:
+        result = questions_from(path, self._template, most=section.exact_match_rows)
+        comparison_kind(
+            section.exact_match_by, [(each.reference, each.location) for each in result]
+        )
+        for each in result:
             self._require_room(each)
-        return found
+        return result
 
     def _require_room(self, question: Question) -> None:
         longest, most = len(question.prompt), self._section.max_new_tokens
         if self._room is not None and longest + most > self._room:
-            raise RecipeError(
-                f"judge.exact_match: {question.place} has a prompt of {longest} tokens, and with "
-                f"judge.max_new_tokens={most} that is more than the {self._room} of the model; "
+            raise ConfigError(
+                f"eval_tasks.exact_match: {question.location} has a prompt of {longest} tokens, "
+                "and "
+                "with "
+                f"eval_tasks.max_new_tokens={most} that is more than the {self._room} of the "
+                "model; "
                 "write fewer, or leave the row out"
             )
 
@@ -260,7 +267,7 @@ class Judge:
             return []
         room = None if self._room is None else self._room - self._sample_tokens
         count, tokenizer = self._section.samples, self._template.tokenizer
-        return shown_of(rows, tokenizer, count=count, room=room)
+        return sample_questions(rows, tokenizer, count=count, room=room)
 
     @property
     def _sample_tokens(self) -> int:
@@ -271,12 +278,13 @@ class Judge:
 
 def _require_there(path: Path) -> None:
     try:
-        if status_of(path) is not None:
+        if stat_or_none(path) is not None:
             return
         why = "no such file"
     except OSError as error:
         why = f"it cannot be read: {error.strerror}"
-    raise RecipeError(
-        f"judge.exact_match={shown_path(path)}: {why}; write the path of a .json, .jsonl, .csv or "
+    raise ConfigError(
+        f"eval_tasks.exact_match={shown_path(path)}: {why}; write the path of a .json, .jsonl, "
+        ".csv or "
         ".parquet file of questions with answers"
     )

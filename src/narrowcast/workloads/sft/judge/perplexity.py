@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.training.evaluation import in_eval_mode
 
 AT_ONCE = 2**26
@@ -40,13 +40,13 @@ class Window(NamedTuple):
     known: int
 
 
-def windows_of(tokens: Sequence[int], *, length: int, overlap: int = 1) -> list[Window]:
+def make_windows(tokens: Sequence[int], *, length: int, overlap: int = 1) -> list[Window]:
     """Cut a text into windows of `length` tokens, each beginning with `overlap` of the one before.
 
     The last may be shorter.
     """
     if not 1 <= overlap < length:
-        raise RecipeError(
+        raise ConfigError(
             f"windows of {length} tokens that overlap by {overlap}: write an overlap of 1 to "
             f"{length - 1}"
         )
@@ -57,7 +57,7 @@ def windows_of(tokens: Sequence[int], *, length: int, overlap: int = 1) -> list[
     ]
 
 
-def tokens_of(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text, with what the tokenizer puts before any."""
     return list(tokenizer(text, verbose=False)["input_ids"])
 
@@ -77,8 +77,8 @@ def perplexity(
     No window reaches over two texts. Waits for the device.
     """
     texts = [text] if isinstance(text, str) else text
-    cut = [tokens_of(tokenizer, each)[:tokens] for each in texts]
-    windows = [w for each in cut for w in windows_of(each, length=length, overlap=overlap)]
+    cut = [encode(tokenizer, each)[:tokens] for each in texts]
+    windows = [w for each in cut for w in make_windows(each, length=length, overlap=overlap)]
     return perplexity_of_windows(model, windows, batch_size=batch_size)
 
 
@@ -96,7 +96,7 @@ def perplexity_of_windows(
             total += _surprise(model(input_ids=ids, use_cache=False).logits, ids, known)
             count += sum(len(window.tokens) - window.known for window in batch)
     if not count:
-        raise RecipeError("a text of fewer than two tokens has nothing to predict; give a longer")
+        raise ConfigError("a text of fewer than two tokens has nothing to predict; give a longer")
     return Perplexity(float(total) / count, count)
 
 
@@ -105,9 +105,9 @@ def _surprise(logits: Tensor, ids: Tensor, known: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=ids.device)
     step = max(AT_ONCE // logits.shape[-1], 1)
     for row, targets, first in zip(logits, ids, known.tolist(), strict=True):
-        given, wanted = row[first - 1 : -1], targets[first:]
+        inputs, wanted = row[first - 1 : -1], targets[first:]
         for at in range(0, len(wanted), step):
-            piece, goal = given[at : at + step].float(), wanted[at : at + step]
+            piece, goal = inputs[at : at + step].float(), wanted[at : at + step]
             each = nn.functional.cross_entropy(piece, goal, reduction="none")
             total += each.double().sum()
     return total

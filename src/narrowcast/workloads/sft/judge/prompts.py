@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from narrowcast.config.problems import shortened
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.chat import Piece, chat_pieces, special_texts
 from narrowcast.workloads.sft.data.conversation import Conversation, Turn
 from narrowcast.workloads.sft.data.formats import Conversations, detected
 from narrowcast.workloads.sft.data.judging import require_characters
-from narrowcast.workloads.sft.data.rows import Row, rows_of
+from narrowcast.workloads.sft.data.rows import Row, read_rows
 from narrowcast.workloads.sft.data.settings import Columns
 from narrowcast.workloads.sft.data.templates import Template, Written
 from narrowcast.workloads.sft.data.tokenised import TokenRows, first_tokens, learnt_tokens
@@ -27,7 +27,7 @@ class Question(NamedTuple):
 
     prompt: tuple[int, ...]
     reference: str
-    place: str
+    location: str
 
 
 class Ending(NamedTuple):
@@ -41,47 +41,50 @@ class Ending(NamedTuple):
 
 def questions_from(path: Path, template: Template, *, most: int) -> list[Question]:
     """Return the first questions of a file, in the formats that data to train on has."""
-    read = iter(Conversations(_known(rows_of(path)), "auto", Columns()))
-    return [question_of(each, template) for each in islice(read, most)]
+    read = iter(Conversations(_known(read_rows(path)), "auto", Columns()))
+    return [make_question(each, template) for each in islice(read, most)]
 
 
-def question_of(conversation: Conversation, template: Template) -> Question:
+def make_question(conversation: Conversation, template: Template) -> Question:
     """Return the prompt of the last response, as the template writes it, and that response."""
     require_characters(conversation)
     *before, last = conversation.turns
     if last.role != "assistant" or not last.text.strip():
-        raise RecipeError(
-            f"{conversation.place}: it does not end with an answer to compare with; give rows of "
+        raise ConfigError(
+            f"{conversation.location}: it does not end with an answer to compare with; give rows "
+            "of "
             "questions with answers"
         )
-    asked = Conversation((*before, Turn("assistant", ANSWER)), conversation.place)
-    return Question(_tokens_before(asked, template), last.text, conversation.place)
+    requested = Conversation((*before, Turn("assistant", ANSWER)), conversation.location)
+    return Question(_tokens_before(requested, template), last.text, conversation.location)
 
 
-def ending_of(template: Template) -> Ending:
+def response_ending(template: Template) -> Ending:
     """Return what follows a response, up to the end of what is learnt."""
-    asked = (Turn("user", "a"), Turn("assistant", ANSWER))
-    pieces, at = _placed(Conversation(asked, "a response"), template)
+    request = (Turn("user", "a"), Turn("assistant", ANSWER))
+    pieces, at = _placed(Conversation(request, "a response"), template)
     ending = pieces[at].text.rpartition(ANSWER)[2]
     ending += "".join(piece.text for piece in takewhile(lambda p: p.learnt, pieces[at + 1 :]))
     signs = special_texts(template.tokenizer)
     first = min((sign for sign in signs if sign in ending), key=ending.index, default="")
-    words = (ending.partition(first)[0] if first else ending).strip()
-    token = template.tokenizer.convert_tokens_to_ids(first) if first and not words else None
-    return Ending(token, words)
+    terms = (ending.partition(first)[0] if first else ending).strip()
+    token = template.tokenizer.convert_tokens_to_ids(first) if first and not terms else None
+    return Ending(token, terms)
 
 
 def stop_tokens(template: Template) -> tuple[int, ...]:
     """Return the tokens that end what is learnt: the end of a turn, if it has one, and the eos."""
     eos = int(template.tokenizer.eos_token_id)
     try:
-        token = ending_of(template).token
-    except RecipeError:  # a chat template that data.loss_on=all accepts; its text ends with the eos
+        token = response_ending(template).token
+    except ConfigError:  # a chat template that data.loss_on=all accepts; its text ends with the eos
         return (eos,)
     return (eos,) if token in (None, eos) else (int(token), eos)
 
 
-def shown_of(rows: TokenRows, tokenizer: Any, *, count: int, room: int | None) -> list[Question]:
+def sample_questions(
+    rows: TokenRows, tokenizer: Any, *, count: int, room: int | None
+) -> list[Question]:
     """Return the prompts and responses of a few rows, from all over them, that fit into `room`.
 
     A row's last response is asked for. Where all of it is learnt, it is continued from its middle.
@@ -100,8 +103,8 @@ def _known(rows: Iterable[Row]) -> Iterator[Row]:
     for row in rows:
         if detected(row.values) is None:
             columns = shortened(", ".join(map(str, row.values)) or "none", 200)
-            raise RecipeError(
-                f"{row.place} has the columns {columns}, which are no known format; call them "
+            raise ConfigError(
+                f"{row.location} has the columns {columns}, which are no known format; call them "
                 "question and answer"
             )
         yield row
@@ -133,12 +136,12 @@ def _tokens_before(conversation: Conversation, template: Template) -> tuple[int,
     pieces, at = _placed(conversation, template)
     marked = tuple(Piece(piece.text, n == at) for n, piece in enumerate(pieces[: at + 1]))
     written = Written(marked, template.name != "chat")
-    found = template.tokenizer(
+    result = template.tokenizer(
         written.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
-    learnt = learnt_tokens(written, np.array(found["offset_mapping"], np.int64).reshape(-1, 2))
+    learnt = learnt_tokens(written, np.array(result["offset_mapping"], np.int64).reshape(-1, 2))
     first = first_tokens(template.tokenizer) if written.bare else ()
-    return (*first, *found["input_ids"][: int(np.argmax(learnt))])
+    return (*first, *result["input_ids"][: int(np.argmax(learnt))])
 
 
 def _placed(conversation: Conversation, template: Template) -> tuple[list[Piece], int]:
@@ -146,7 +149,7 @@ def _placed(conversation: Conversation, template: Template) -> tuple[list[Piece]
     pieces = list(_pieces(conversation, template))
     places = [n for n, piece in enumerate(pieces) if piece.learnt and ANSWER in piece.text]
     if not places:
-        raise RecipeError(
+        raise ConfigError(
             "the tokenizer's chat template does not write a response as it is; write "
             "data.template_format=chatml"
         )
@@ -161,7 +164,7 @@ def _pieces(conversation: Conversation, template: Template) -> Iterator[Piece]:
     return template.write(conversation)
 
 
-def texts_of(answers: Sequence[Sequence[int]], tokenizer: Any, ending: Ending) -> list[str]:
+def decode_answers(answers: Sequence[Sequence[int]], tokenizer: Any, ending: Ending) -> list[str]:
     """Return answers as text, each up to what ends a response."""
     written = [str(tokenizer.decode(each, skip_special_tokens=True)) for each in answers]
     if ending.text:

@@ -37,12 +37,12 @@ def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
 def _measures(folder: Path) -> Iterable[ReportSection]:
     if not (folder / JUDGED).exists():
         return
-    found = peek_json(folder / JUDGED, most_bytes=MOST_BYTES)
+    result = peek_json(folder / JUDGED, most_bytes=MOST_BYTES)
     try:
         rows = [
-            (name, _written(name, found["before"]), _written(name, found["after"]))
+            (name, _written(name, result["before"]), _written(name, result["after"]))
             for name in ("perplexity", "exact_match")
-            if name in found["after"]
+            if name in result["after"]
         ]
     except (TypeError, KeyError, AttributeError, ValueError):
         yield ReportSection(title="Before and after", html=_damaged(JUDGED))

@@ -7,7 +7,7 @@ from typing import Any
 
 from narrowcast.runs import strict_json
 from narrowcast.runs.peek import peek_json
-from narrowcast.runs.writing import written_beside
+from narrowcast.runs.writing import written_atomically
 
 SAMPLES, JUDGED = "samples.json", "judged.json"
 MOST_BYTES = 256 * 2**20
@@ -42,8 +42,8 @@ def read_samples(folder: Path) -> list[Sample] | None:
 def write_json(path: Path, value: object) -> None:
     """Write a file of a run folder, whole or not at all."""
     text = strict_json.dumps(value, indent=1) + "\n"
-    with written_beside(path, hint="free what is in the way, and resume the run") as beside:
-        beside.write_text(text, encoding="utf-8")
+    with written_atomically(path, hint="free what is in the way, and resume the run") as extra:
+        extra.write_text(text, encoding="utf-8")
 
 
 def _sample(value: Any) -> Sample | None:

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from narrowcast.config.limits import MOST_SAMPLES, MOST_STEPS
-from narrowcast.config.section import Section, refuse_conflicts
+from narrowcast.config.section import Section, check_conflicts
 from narrowcast.workloads.sft.data.settings import MOST_TOKENS, Name, Names
 
 MOST_SHOWN = 1000
@@ -20,7 +20,7 @@ USUAL_LENGTH = 1024
 Way = Literal["auto", "number", "text"]
 
 
-class JudgeSection(Section):
+class EvalTasksSection(Section):
     """What is measured of a model beside its validation loss, and when."""
 
     perplexity: Name | Names | None = Field(
@@ -109,5 +109,5 @@ class JudgeSection(Section):
             for name, (other, there) in needed.items()
             if not there and getattr(self, name) != fields[name].default
         ]
-        refuse_conflicts(list(conflicts))
+        check_conflicts(list(conflicts))
         return self

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from narrowcast.config.globs import matching
 from narrowcast.config.problems import Problems, shown_path
-from narrowcast.errors import RecipeError
-from narrowcast.plain_files import open_plain, path_of, status_of
+from narrowcast.errors import ConfigError
+from narrowcast.plain_files import expand_path, open_plain, stat_or_none
 
 
 class Text(NamedTuple):
@@ -22,33 +22,33 @@ def read_texts(names: tuple[str, ...], *, most_bytes: int) -> list[Text]:
 
     What is wrong with any of them is said at once.
     """
-    problems, found = Problems(), list[Text]()
+    problems, matches = Problems(), list[Text]()
     for path in dict.fromkeys(path for name in names for path in _matches(name, problems)):
         try:
-            found.append(Text(path, _beginning(path, most_bytes)))
-        except RecipeError as error:
+            matches.append(Text(path, _beginning(path, most_bytes)))
+        except ConfigError as error:
             problems.add(str(error))
     if problems:
-        lines = [f"judge.perplexity: {line}" for line in problems.lines()]
-        advice = "write judge.perplexity=FILE, a path or glob of UTF-8 text"
-        raise RecipeError("\n".join([*lines, advice]))
-    return found
+        lines = [f"eval_tasks.perplexity: {line}" for line in problems.lines()]
+        advice = "write eval_tasks.perplexity=FILE, a path or glob of UTF-8 text"
+        raise ConfigError("\n".join([*lines, advice]))
+    return matches
 
 
 def _matches(name: str, problems: Problems) -> list[Path]:
-    path, shown = path_of(name), shown_path(name)
+    path, shown = expand_path(name), shown_path(name)
     try:
         # A path that exists is meant as it stands, whatever * or [ it contains.
-        found = [path] if status_of(path) is not None else matching(path)
+        result = [path] if stat_or_none(path) is not None else matching(path)
     except OSError as error:
         problems.add(f"{shown} cannot be read: {error.strerror}")
         return []
     except ValueError as error:  # of ** beside other characters
         problems.add(f"{shown}: {error}")
         return []
-    if not found:
+    if not result:
         problems.add(f"{shown}: no such file")
-    return found
+    return result
 
 
 def _beginning(path: Path, most_bytes: int) -> str:
@@ -60,16 +60,16 @@ def _beginning(path: Path, most_bytes: int) -> str:
             while data and (more := file.peek(1)[:1]) and more[0] & 0xC0 == 0x80:
                 data += file.read(1)
     except OSError as error:
-        raise RecipeError(f"{shown} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{shown} cannot be read: {error.strerror}") from error
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RecipeError(
+        raise ConfigError(
             f"{shown} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}; convert "
             "it (iconv -f latin1 -t utf-8), or unpack it if it is compressed"
         ) from error
     if "\0" in text:
-        raise RecipeError(f"{shown} is a binary file: a zero byte at {data.index(0)}")
+        raise ConfigError(f"{shown} is a binary file: a zero byte at {data.index(0)}")
     if not text.strip():
-        raise RecipeError(f"{shown} holds nothing but blanks" if data else f"{shown} is empty")
+        raise ConfigError(f"{shown} holds nothing but blanks" if data else f"{shown} is empty")
     return text

@@ -10,19 +10,19 @@ from typing import Any, final
 import torch
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.hardware import probe
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.hardware import detect_hardware
 from narrowcast.numerics import plain_format
-from narrowcast.workloads.sft.attention import keep_conversations_apart
+from narrowcast.workloads.sft.attention import separate_conversations
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.models.loading import load_model
 from narrowcast.workloads.sft.models.lora import add_adapters
 from narrowcast.workloads.sft.models.quantised import (
     BITSANDBYTES,
-    as_kept,
+    check_mergeable,
+    dequantized_base,
     keep_base,
     loading_options,
-    refuse_merge,
 )
 from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
@@ -35,7 +35,7 @@ class Built:
     model: Any
     bounded: bool
     """Whether its attention is told where the conversations of a row end."""
-    kept: Mapping[str, float]
+    quantized: Mapping[str, float]
     """Of each layer whose frozen weight is kept in e4m3: what of it is left, in dB."""
 
 
@@ -43,29 +43,29 @@ def build_model(recipe: Recipe, *, device: torch.device) -> Built:
     """Return what is trained, on a device; on the meta device only its shapes."""
     settings, lora = recipe.section(SftModel), recipe.section(LoraSection)
     # What is missing here comes before what does not go together.
-    loading_options(settings.base, device=device, compute=torch.float32)
-    refuse_lossy_merge(settings, lora)
+    loading_options(settings.base_dtype, device=device, compute=torch.float32)
+    check_merge(settings, lora)
     model = _loaded(recipe, device=device, on=_first_device(settings, device))
     bounded = _bound(model, recipe, device)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if settings.tune == "full":
-        return Built(model=model, bounded=bounded, kept={})
+        return Built(model=model, bounded=bounded, quantized={})
     if lora.merge_adapter_with_base:
-        refuse_merge(model)
+        check_mergeable(model)
     model = add_adapters(model, lora, seed=recipe.seed)
-    kept: dict[str, float] = {}
-    if settings.base == "e4m3":
-        kept = keep_base(model, products=settings.base_products)
+    stored: dict[str, float] = {}
+    if settings.base_dtype == "e4m3":
+        stored = keep_base(model, products=settings.base_products)
         model = model.to(device)
-    return Built(model=model, bounded=bounded, kept=kept)
+    return Built(model=model, bounded=bounded, quantized=stored)
 
 
 def base_to_merge(recipe: Recipe) -> Any:
     """Return the base as adapters were trained beside it, in fp32 on the CPU."""
     cpu = torch.device("cpu")
     model = _loaded(recipe, device=cpu, on=cpu).float()
-    return as_kept(model, recipe.section(SftModel).base)
+    return dequantized_base(model, recipe.section(SftModel).base_dtype)
 
 
 def _bound(model: Any, recipe: Recipe, device: torch.device) -> bool:
@@ -78,29 +78,29 @@ def _bound(model: Any, recipe: Recipe, device: torch.device) -> bool:
     if recipe.section(SftModel).attn_implementation != "auto":
         return False
     if packing:
-        keep_conversations_apart(model)
+        separate_conversations(model)
         return True
     if device.type != "cuda":
         return False
     try:
-        keep_conversations_apart(model)
+        separate_conversations(model)
     except UnsupportedError:  # rows of one conversation need it not
         return False
     return True
 
 
-def refuse_lossy_merge(settings: SftModel, lora: LoraSection) -> None:
+def check_merge(settings: SftModel, lora: LoraSection) -> None:
     """Refuse at once what could not be done at the end."""
-    if settings.base in BITSANDBYTES and lora.merge_adapter_with_base:
-        raise RecipeError(
-            f"lora.merge_adapter_with_base=true: model.base={settings.base} is kept by "
+    if settings.base_dtype in BITSANDBYTES and lora.merge_adapter_with_base:
+        raise ConfigError(
+            f"lora.merge_adapter_with_base=true: model.base_dtype={settings.base_dtype} is kept by "
             "bitsandbytes, and the sum would be rounded to its few bits again; write "
-            "lora.merge_adapter_with_base=false, or model.base=e4m3 or bf16"
+            "lora.merge_adapter_with_base=false, or model.base_dtype=e4m3 or bf16"
         )
 
 
 def _first_device(settings: SftModel, device: torch.device) -> torch.device:
-    narrowed = settings.base == "e4m3" and device.type != "meta"
+    narrowed = settings.base_dtype == "e4m3" and device.type != "meta"
     return torch.device("cpu") if narrowed else device
 
 
@@ -116,7 +116,7 @@ def _loaded(recipe: Recipe, *, device: torch.device, on: torch.device) -> Any:
         trust_remote_code=settings.trust_remote_code,
         seed=recipe.seed,
         **({} if attention == "auto" else {"attn_implementation": attention}),
-        **loading_options(settings.base, device=device, compute=compute),
+        **loading_options(settings.base_dtype, device=device, compute=compute),
     )
 
 
@@ -125,7 +125,7 @@ def _dtype(recipe: Recipe, *, device: torch.device) -> torch.dtype | None:
     settings = recipe.section(SftModel)
     if settings.tune == "full":
         return torch.float32
-    if settings.base in ("fp32", "bf16", "fp16"):
-        return plain_format(settings.base).dtype
+    if settings.base_dtype in ("fp32", "bf16", "fp16"):
+        return plain_format(settings.base_dtype).dtype
     where = recipe.device if device.type == "meta" else str(device)
-    return torch.float32 if probe(where).support("bf16").how == "emulated" else None
+    return torch.float32 if detect_hardware(where).support("bf16").how == "emulated" else None

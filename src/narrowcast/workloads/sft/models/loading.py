@@ -15,7 +15,7 @@ import torch
 
 from narrowcast.config.problems import shortened
 from narrowcast.config.workload import require_modules
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.workloads.sft.data.chat import special_texts
 from narrowcast.workloads.sft.models.tiny import tiny_config, tiny_tokenizer
 from narrowcast.workloads.sft.settings import TINY
@@ -29,7 +29,7 @@ PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ModelLocation:
     """Where a model is."""
 
     name: str
@@ -45,26 +45,26 @@ class Place:
         return {} if self.gguf is None else {"gguf_file": self.gguf}
 
 
-def place_of(name: str) -> Place:
+def locate_model(name: str) -> ModelLocation:
     """Return where a model is; refuse a folder that holds none."""
     path = Path(name).expanduser()
-    found = _kind(path)
-    if found == "folder":
+    result = _kind(path)
+    if result == "folder":
         return _in_folder(name, path)
     if path.suffix == GGUF:
-        if found != "file":
-            raise RecipeError(f"model.path={name}: there is no such file")
-        return Place(name=name, folder=str(path.parent), gguf=path.name)
-    if found == "file":
-        raise RecipeError(
+        if result != "file":
+            raise ConfigError(f"model.path={name}: there is no such file")
+        return ModelLocation(name=name, folder=str(path.parent), gguf=path.name)
+    if result == "file":
+        raise ConfigError(
             f"model.path={name} is a file; give the folder that holds config.json, or a .gguf file"
         )
     if name.startswith(".") or not ON_THE_HUB.fullmatch(name):
-        raise RecipeError(
+        raise ConfigError(
             f"model.path={name}: there is no such folder; give a folder with a model, a .gguf "
             f"file, a name on the Hugging Face Hub as owner/name, or {TINY}"
         )
-    return Place(name=name, folder=name)
+    return ModelLocation(name=name, folder=name)
 
 
 def load_tokenizer(
@@ -75,7 +75,7 @@ def load_tokenizer(
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
             known = ", ".join(sorted(special_texts(tokenizer)))
-            raise RecipeError(
+            raise ConfigError(
                 f"model.eos_token must be a token of the tokenizer, got {eos_token}. Its special "
                 f"tokens are {shortened(known, 300)}."
             )
@@ -88,16 +88,16 @@ def _tokenizer(name: str, *, trust_remote_code: bool) -> Any:
         return tiny_tokenizer()
     from transformers import AutoTokenizer
 
-    place = place_of(name)
+    location = locate_model(name)
     tokenizer = _loaded(
         lambda: AutoTokenizer.from_pretrained(
-            place.folder, trust_remote_code=trust_remote_code, **place.options
+            location.folder, trust_remote_code=trust_remote_code, **location.options
         ),
         f"the tokenizer of model.path={name}",
     )
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         # Of some families transformers makes an empty one, without a word.
-        raise RecipeError(
+        raise ConfigError(
             f"model.path={name} has no tokenizer that reads a letter; put its tokenizer.json and "
             "tokenizer_config.json beside config.json"
         )
@@ -110,10 +110,10 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
         return tiny_config()
     from transformers import AutoConfig
 
-    place = place_of(name)
+    position = locate_model(name)
     return _loaded(
         lambda: AutoConfig.from_pretrained(
-            place.folder, trust_remote_code=trust_remote_code, **place.options
+            position.folder, trust_remote_code=trust_remote_code, **position.options
         ),
         f"model.path={name}",
     )
@@ -138,35 +138,35 @@ def load_model(
     causal: Any = transformers.AutoModelForCausalLM
     device = torch.device(device)
     config = load_config(name, trust_remote_code=trust_remote_code)
-    kept = dtype or config.dtype or torch.float32
+    stored = dtype or config.dtype or torch.float32
     if name == TINY or device.type == "meta":
         known = {key: options[key] for key in ("attn_implementation",) if key in options}
         with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
             torch.manual_seed(seed)
             model = _loaded(
                 lambda: causal.from_config(
-                    config, dtype=kept, trust_remote_code=trust_remote_code, **known
+                    config, dtype=stored, trust_remote_code=trust_remote_code, **known
                 ),
                 f"model.path={name}",
             )
         return model.to(device).train()
-    place = place_of(name)
+    location = locate_model(name)
     loaded: tuple[Any, Any] = _loaded(
         lambda: causal.from_pretrained(
-            place.folder,
-            dtype=kept,
+            location.folder,
+            dtype=stored,
             trust_remote_code=trust_remote_code,
-            use_safetensors=None if place.gguf else True,
+            use_safetensors=None if location.gguf else True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # to be told which; none is taken
-            **place.options,
+            **location.options,
             **options,
         ),
         f"model.path={name}",
     )
     model, info = loaded
-    _refuse_made_up(name, info)
-    if place.gguf is not None:
+    _check_weights_exist(name, info)
+    if location.gguf is not None:
         _forget_gguf(model)
     return (model if getattr(model, "is_quantized", False) else model.to(device)).train()
 
@@ -178,24 +178,24 @@ def _kind(path: Path) -> Literal["folder", "file", "nothing"]:
         return "nothing"
 
 
-def _in_folder(name: str, path: Path) -> Place:
-    found = sorted(file.name for file in path.glob(f"*{GGUF}"))
+def _in_folder(name: str, path: Path) -> ModelLocation:
+    matches = sorted(file.name for file in path.glob(f"*{GGUF}"))
     if (path / "config.json").is_file():
         if any(path.glob("*.safetensors")):
-            return Place(name=name, folder=str(path))
+            return ModelLocation(name=name, folder=str(path))
         if any((path / each).exists() for each in PICKLED):
-            raise RecipeError(
+            raise ConfigError(
                 f"model.path={name} has its weights in pytorch_model.bin, a pickle, which can run "
                 "any code; save it as safetensors (save_pretrained of transformers does)"
             )
-        if not found:
-            raise RecipeError(
+        if not matches:
+            raise ConfigError(
                 f"model.path={name} has a config.json and no weights; put its .safetensors files "
                 "beside it"
             )
-    match found:
+    match matches:
         case [only]:
-            return Place(name=name, folder=str(path), gguf=only)
+            return ModelLocation(name=name, folder=str(path), gguf=only)
         case [] if any(path.glob("tok*.bin")):
             raise UnsupportedError(
                 f"model.path={name} holds a model of llama2.c, which fine-tuning and ica do not "
@@ -203,14 +203,14 @@ def _in_folder(name: str, path: Path) -> Place:
                 "its tokenizer."
             )
         case []:
-            raise RecipeError(
+            raise ConfigError(
                 f"model.path={name} holds no model: it has neither a config.json nor a .gguf "
                 "file; give the folder that save_pretrained of transformers writes"
             )
         case _:
-            raise RecipeError(
-                f"model.path={name} holds {len(found)} models, {', '.join(found)}; name one: "
-                f"model.path={path / found[0]}"
+            raise ConfigError(
+                f"model.path={name} holds {len(matches)} models, {', '.join(matches)}; name one: "
+                f"model.path={path / matches[0]}"
             )
 
 
@@ -230,21 +230,21 @@ def _loaded(load: Callable[[], _Loaded], what: str) -> _Loaded:
                 "such model; download the model where there is a network, and write "
                 "model.path=FOLDER"
             ) from error
-        raise RecipeError(
+        raise ConfigError(
             f"{what} cannot be loaded: {_line(error)}; give a folder that "
             "AutoModelForCausalLM.from_pretrained of transformers loads"
         ) from error
 
 
 def _is_offline(error: BaseException) -> bool:
-    words = (
+    overrides = (
         "connect to",
         "couldn't connect",
         "offline",
         "not a valid model identifier",
         "max retr",
     )
-    return any(word in str(error).lower() for word in words)
+    return any(word in str(error).lower() for word in overrides)
 
 
 def _line(error: BaseException) -> str:
@@ -252,11 +252,11 @@ def _line(error: BaseException) -> str:
     return shortened(text, 300)
 
 
-def _refuse_made_up(name: str, info: Any) -> None:
+def _check_weights_exist(name: str, info: Any) -> None:
     lacking = [*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])]
     if lacking:
         more = f" and {len(lacking) - 1:,} others" if len(lacking) > 1 else ""
-        raise RecipeError(
+        raise ConfigError(
             f"model.path={name}: its files lack {sorted(lacking)[0]}{more}, or have it in another "
             "shape, and it would begin as noise; give the folder of a whole model"
         )

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from narrowcast.config.problems import shortened
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.workloads.sft.settings import LoraSection
 
 
@@ -17,7 +17,7 @@ def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
 
     targets = _targets(model, settings)
     if settings.merge_adapter_with_base:
-        _refuse_tied(model, targets)
+        _check_not_tied(model, targets)
     config: Any = peft.LoraConfig(
         r=settings.lora_r,
         lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # it divides
@@ -39,7 +39,7 @@ def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
     return adapted.train()
 
 
-def _refuse_tied(model: Any, targets: Sequence[str]) -> None:
+def _check_not_tied(model: Any, targets: Sequence[str]) -> None:
     """Refuse to merge into a weight that another module has too, which would change with it."""
     holders: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -48,7 +48,7 @@ def _refuse_tied(model: Any, targets: Sequence[str]) -> None:
         tied = [name for name in names if name.rpartition(".")[2] in targets]
         if tied and len(names) > 1:
             others = ", ".join(name for name in names if name != tied[0])
-            raise RecipeError(
+            raise ConfigError(
                 f"lora.merge_adapter_with_base=true: {tied[0]} shares its weight with {others}, "
                 f"which would be changed too; leave {tied[0].rpartition('.')[2]} out of "
                 "lora.lora_target_modules, or the merge"
@@ -57,8 +57,8 @@ def _refuse_tied(model: Any, targets: Sequence[str]) -> None:
 
 def adapted(model: Any) -> tuple[str, ...]:
     """Return the last names of the layers that have adapters."""
-    found = model.targeted_module_names
-    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in found))
+    result = model.targeted_module_names
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in result))
 
 
 def _are_turned(model: Any, targets: Sequence[str]) -> bool:
@@ -95,7 +95,7 @@ def _targets(model: Any, settings: LoraSection) -> tuple[str, ...]:
     names = [name for name, _ in model.named_modules()]
     for target in settings.targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            raise RecipeError(
+            raise ConfigError(
                 f"lora.lora_target_modules: no layer is called {target}; the linear layers are "
                 f"called {', '.join(known)}"
             )

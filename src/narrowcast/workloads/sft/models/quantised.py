@@ -11,8 +11,8 @@ import torch
 
 from narrowcast.config.problems import shortened
 from narrowcast.errors import UnsupportedError
-from narrowcast.precision.kept import Products
-from narrowcast.precision.weights.frozen_base import keep_frozen, widen_frozen
+from narrowcast.precision.quantized_frozen import Products
+from narrowcast.precision.weights.frozen_base import dequantize_frozen, quantize_frozen
 
 BITSANDBYTES = ("int8", "nf4", "fp4")
 """Those that bitsandbytes keeps."""
@@ -26,7 +26,7 @@ def loading_options(base: str, *, device: torch.device, compute: torch.dtype) ->
     """
     if base not in BITSANDBYTES:
         return {}
-    _refuse_without_bitsandbytes(base, device)
+    _check_bitsandbytes(base, device)
     from transformers import BitsAndBytesConfig
 
     make: Any = BitsAndBytesConfig  # has no types in transformers
@@ -45,50 +45,53 @@ def loading_options(base: str, *, device: torch.device, compute: torch.dtype) ->
 
 def keep_base(model: Any, *, products: Products = "auto") -> dict[str, float]:
     """Keep the frozen weights of a model with adapters in e4m3; return what each layer keeps."""
-    return keep_frozen(model, "e4m3", products=products)
+    return quantize_frozen(model, "e4m3", products=products)
 
 
-def as_kept(model: Any, base: str) -> Any:
+def dequantized_base(model: Any, base: str) -> Any:
     """Return a plain base with the weights that adapters were trained beside, to merge them into.
 
     What e4m3 keeps is given back in the dtype the model is in; fp32 and bf16 hold all of it.
     """
     if base == "e4m3":
         model.requires_grad_(False)
-        keep_frozen(model, base)
-        widen_frozen(model)
+        quantize_frozen(model, base)
+        dequantize_frozen(model)
     return model
 
 
-def refuse_merge(model: Any) -> None:
+def check_mergeable(model: Any) -> None:
     """Refuse to merge adapters into weights of bitsandbytes, which would round the sum to them."""
     kinds = {type(module).__name__ for module in model.modules()}
-    found = sorted(kinds & {"Linear8bitLt", "Linear4bit"})
-    if found:
+    matches = sorted(kinds & {"Linear8bitLt", "Linear4bit"})
+    if matches:
         raise UnsupportedError(
-            f"adapters cannot be merged into a base that bitsandbytes keeps ({', '.join(found)}): "
+            "adapters cannot be merged into a base that bitsandbytes keeps "
+            f"({', '.join(matches)}): "
             "the sum would be rounded to its few bits again; keep the adapter "
-            "(lora.merge_adapter_with_base=false), or load the base in 16 bits (model.base=bf16) "
+            "(lora.merge_adapter_with_base=false), or load the base in 16 bits "
+            "(model.base_dtype=bf16) "
             "and merge the adapter into that"
         )
 
 
-def _refuse_without_bitsandbytes(base: str, device: torch.device) -> None:
-    instead = "write model.base=e4m3, which runs anywhere in 8 bits, or model.base=bf16"
+def _check_bitsandbytes(base: str, device: torch.device) -> None:
+    instead = "write model.base_dtype=e4m3, which runs anywhere in 8 bits, or model.base_dtype=bf16"
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UnsupportedError(
-            f"model.base={base} needs bitsandbytes, which is not installed; "
+            f"model.base_dtype={base} needs bitsandbytes, which is not installed; "
             f"write pip install bitsandbytes, or {instead}"
         )
     try:
-        found: Any = importlib.import_module("bitsandbytes")
+        result: Any = importlib.import_module("bitsandbytes")
     except (ImportError, OSError, RuntimeError) as error:
         raise UnsupportedError(
-            f"model.base={base} needs bitsandbytes, which cannot be imported here: "
+            f"model.base_dtype={base} needs bitsandbytes, which cannot be imported here: "
             f"{shortened(str(error), 200)}; install one for this machine, or {instead}"
         ) from error
-    if device.type not in {"meta", *getattr(found, "supported_torch_devices", ("cuda",))}:
+    if device.type not in {"meta", *getattr(result, "supported_torch_devices", ("cuda",))}:
         raise UnsupportedError(
-            f"model.base={base} was asked for, and bitsandbytes has nothing for {device.type}; "
+            f"model.base_dtype={base} was asked for, and bitsandbytes has nothing for "
+            f"{device.type}; "
             f"{instead}"
         )

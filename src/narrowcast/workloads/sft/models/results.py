@@ -23,7 +23,7 @@ ADAPTER = "adapter"
 MERGED = "merged_model"
 
 
-def place_of_weights(recipe: Recipe) -> str:
+def weights_folder(recipe: Recipe) -> str:
     """Return the folder in which a run leaves what it trained, the whole model if there is one."""
     if recipe.section(SftModel).tune == "full":
         return MODEL

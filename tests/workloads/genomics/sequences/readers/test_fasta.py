@@ -7,7 +7,7 @@ from Bio import SeqIO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import DNA, PROTEIN, RNA
 from narrowcast.workloads.genomics.sequences.readers import read_records
 
@@ -98,19 +98,19 @@ def test_a_fasta_needs_memory_for_a_record_and_not_for_the_file(tmp_path):
 )
 def test_what_is_wrong_is_said_with_file_and_record(write, text, message):
     path = write(text)
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         list(read_records(path))
 
 
 def test_letters_before_the_first_name_are_refused(write):
     path = write("ACGT\n>a\nACGT\n")
-    with pytest.raises(RecipeError, match="letters before the first"):
+    with pytest.raises(ConfigError, match="letters before the first"):
         list(read_records(path, format="fasta"))
 
 
 def test_genes_are_not_read_as_proteins(write):
     path = write(">a\nMKVLE\n>b\n" + "ACGTN" * 4 + "\n")
-    with pytest.raises(RecipeError, match="record 2 reads as dna, and protein was asked for"):
+    with pytest.raises(ConfigError, match="record 2 reads as dna, and protein was asked for"):
         list(read_records(path, alphabet=PROTEIN))
 
 
@@ -128,7 +128,7 @@ def test_a_named_alphabet_takes_its_sister(write, alphabet, sequence):
 def test_letters_that_meant_several_are_counted_or_refused(write):
     path = write(">a\nACGT\n>b\nACRYN\n")
     assert [record.replaced for record in read_records(path, alphabet=DNA)] == [0, 2]
-    with pytest.raises(RecipeError, match="record 2: letter 3 is 'R'"):
+    with pytest.raises(ConfigError, match="record 2: letter 3 is 'R'"):
         list(read_records(path, alphabet=DNA, strict=True))
 
 
@@ -136,14 +136,14 @@ def test_a_truncated_gzip_is_refused_at_the_record_it_ends_in(tmp_path, shared):
     whole = (shared("genomes") / "NC_001416_lambda.fa.gz").read_bytes()
     path = tmp_path / "cut.fa.gz"
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RecipeError, match=r"record 1 cannot be unpacked.*copy it again"):
+    with pytest.raises(ConfigError, match=r"record 1 cannot be unpacked.*copy it again"):
         list(read_records(path))
 
 
 def test_files_that_are_none_are_refused(tmp_path):
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         list(read_records(tmp_path / "none.fa"))
-    with pytest.raises(RecipeError, match="it is a folder"):
+    with pytest.raises(ConfigError, match="it is a folder"):
         list(read_records(tmp_path))
 
 
@@ -207,5 +207,5 @@ def test_fastq_is_read_as_biopython_reads_it(tmp_path_factory, reads):
     ],
 )
 def test_damaged_fastq_is_refused_with_file_and_record(write, text, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         list(read_records(write(text)))

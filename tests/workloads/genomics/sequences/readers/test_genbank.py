@@ -8,7 +8,7 @@ from Bio.Seq import Seq
 from Bio.SeqFeature import CompoundLocation, FeatureLocation, SeqFeature
 from Bio.SeqRecord import SeqRecord
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.workloads.genomics.sequences.coding import translate
 from narrowcast.workloads.genomics.sequences.features import Part
 from narrowcast.workloads.genomics.sequences.operations import extract
@@ -85,7 +85,7 @@ def test_a_file_that_is_cut_off_is_refused(circle, tmp_path, share):
     whole = circle.read_bytes()
     path = tmp_path / "cut.gb"
     path.write_bytes(whole[: int(share * (len(whole) - 3))])
-    with pytest.raises(RecipeError, match=r"cut.gb, record 1.*copy it again"):
+    with pytest.raises(ConfigError, match=r"cut.gb, record 1.*copy it again"):
         list(read_records(path))
 
 
@@ -101,14 +101,14 @@ def test_what_biopython_only_warns_of_is_refused(circle, old, new, message):
     text = circle.read_text()
     assert old in text
     circle.write_text(text.replace(old, new, 1))
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         list(read_records(circle))
 
 
 def test_a_record_without_letters_is_refused(circle):
     text = circle.read_text()
     circle.write_text(text[: text.index("ORIGIN")] + "CONTIG      join(AC1.1:1..60)\n//\n")
-    with pytest.raises(RecipeError, match="record 1 has no letters"):
+    with pytest.raises(ConfigError, match="record 1 has no letters"):
         list(read_records(circle))
 
 

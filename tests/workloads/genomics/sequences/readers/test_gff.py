@@ -1,6 +1,6 @@
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.features import Feature, Part
 from narrowcast.workloads.genomics.sequences.readers import read_features
 
@@ -41,10 +41,10 @@ def test_gtf_has_its_own_attributes(write):
 )
 def test_what_is_wrong_is_said_with_file_record_and_line(write, line, message):
     path = write("##gff-version 3\nchr1\tx\tgene\t1\t9\t.\t+\t.\tID=b\n" + line + "\n")
-    with pytest.raises(RecipeError, match=rf"file, record 2 \(line 3\): {message}"):
+    with pytest.raises(ConfigError, match=rf"file, record 2 \(line 3\): {message}"):
         list(read_features(path))
 
 
 def test_a_file_without_features_is_refused(write):
-    with pytest.raises(RecipeError, match="has no features"):
+    with pytest.raises(ConfigError, match="has no features"):
         list(read_features(write("##gff-version 3\n")))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
 from narrowcast.workloads.genomics.sequences.readers import read_records, read_table
 
@@ -63,14 +63,14 @@ def test_other_columns_may_hold_the_sequence_its_name_and_more_sequences(write):
 )
 def test_what_is_wrong_is_said_with_file_and_record(write, text, message):
     path = write(text)
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         list(read_records(path))
 
 
 def test_rows_without_sequences_and_the_columns_they_must_have(write):
     path = write("chrom,pos\n17,41276135\n")
     assert [row.values for row in read_table(path, ["pos"])] == [{"chrom": "17", "pos": "41276135"}]
-    with pytest.raises(RecipeError, match="record 1 has no column ref; it has chrom, pos"):
+    with pytest.raises(ConfigError, match="record 1 has no column ref; it has chrom, pos"):
         list(read_table(path, ["chrom", "ref"]))
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.readers import VariantColumns, read_variants
 from narrowcast.workloads.genomics.sequences.readers.vcf import Skipped
 
@@ -53,7 +53,7 @@ def test_tables_name_their_columns(write):
     path = write("chrom,pos_hg19,ref,alt,cadd\n17,41276135,T,G,6.0\n")
     (variant,) = read_variants(path, VariantColumns(position="pos_hg19"))
     assert (variant.chrom, variant.position, variant.fields) == ("17", 41276135, {"cadd": "6.0"})
-    with pytest.raises(RecipeError, match="record 1 has no column pos; it has chrom, pos_hg19"):
+    with pytest.raises(ConfigError, match="record 1 has no column pos; it has chrom, pos_hg19"):
         list(read_variants(path))
 
 
@@ -74,5 +74,5 @@ def test_tables_name_their_columns(write):
 )
 def test_what_is_wrong_is_said_with_file_and_record(write, text, message):
     path = write(text)
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         list(read_variants(path))

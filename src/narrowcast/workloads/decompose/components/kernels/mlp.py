@@ -106,12 +106,12 @@ def _units(
     at = (seed * rows + row.to(tl.int64))[:, None] * count + column[None, :]
     value = tl.load(h + at, mask=here, other=0.0).to(tl.float32)
     line = weights + seed * HIDDEN * count + column
-    apart = tl.num_programs(2).to(tl.int64) * HIDDEN * count  # between w1, b1 and w2
+    separate = tl.num_programs(2).to(tl.int64) * HIDDEN * count  # between w1, b1 and w2
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for unit in range(HIDDEN):
         slope = tl.load(line + unit * count, mask=known, other=0.0)[None, :]
-        shift = tl.load(line + unit * count + apart, mask=known, other=0.0)[None, :]
-        after = tl.load(line + unit * count + 2 * apart, mask=known, other=0.0)[None, :]
+        shift = tl.load(line + unit * count + separate, mask=known, other=0.0)[None, :]
+        after = tl.load(line + unit * count + 2 * separate, mask=known, other=0.0)[None, :]
         inner = value * slope + shift
         share, gauss = share_and_gauss(inner, BY_BITS)
         if BACK:
@@ -137,11 +137,11 @@ def _through_rows(
     known = column < count
     # Lanes go along components, so that a thread has all units of one.
     inside = (unit < units)[:, None] & known[None, :]
-    place = (seed * units + unit)[:, None] * count + column[None, :]
-    apart = tl.num_programs(2) * units * count  # between w1, b1 and w2
-    slope = tl.load(weights + place, mask=inside, other=0.0)
-    shift = tl.load(weights + place + apart, mask=inside, other=0.0)
-    after = tl.load(weights + place + 2 * apart, mask=inside, other=0.0)
+    location = (seed * units + unit)[:, None] * count + column[None, :]
+    distance = tl.num_programs(2) * units * count  # between w1, b1 and w2
+    slope = tl.load(weights + location, mask=inside, other=0.0)
+    shift = tl.load(weights + location + distance, mask=inside, other=0.0)
+    after = tl.load(weights + location + 2 * distance, mask=inside, other=0.0)
     of_slope = tl.zeros((UNITS, LANES), tl.float32)
     of_shift = tl.zeros((UNITS, LANES), tl.float32)
     of_after = tl.zeros((UNITS, LANES), tl.float32)
@@ -151,22 +151,22 @@ def _through_rows(
         here = known & (row < rows)
         at = (seed * rows + row).to(tl.int64) * count + column
         value = tl.load(h + at, mask=here, other=0.0).to(tl.float32)[None, :]
-        given = tl.load(grad + at, mask=here, other=0.0).to(tl.float32)[None, :]
+        inputs = tl.load(grad + at, mask=here, other=0.0).to(tl.float32)[None, :]
         inner = value * slope + shift
         share, gauss = share_and_gauss(inner, BY_BITS)
-        of_last += given
-        of_after += given * inner * share
-        down = given * after * (share + inner * gauss * 0.3989422804014327)
+        of_last += inputs
+        of_after += inputs * inner * share
+        down = inputs * after * (share + inner * gauss * 0.3989422804014327)
         of_shift += down
         of_slope += down * value
         if TO_H:
             back = tl.sum(down * slope, 0)
             tl.store(grad_h + at, back.to(grad_h.dtype.element_ty), mask=here)
     line = seed * count + column
-    first = sums + block.to(tl.int64) * (3 * apart + tl.num_programs(2) * count)
+    first = sums + block.to(tl.int64) * (3 * distance + tl.num_programs(2) * count)
     at = first + line[None, :] * units + unit[:, None]
     tl.store(at, of_slope, mask=inside)
-    tl.store(at + apart, of_shift, mask=inside)
-    tl.store(at + 2 * apart, of_after, mask=inside)
+    tl.store(at + distance, of_shift, mask=inside)
+    tl.store(at + 2 * distance, of_after, mask=inside)
     once = known & (tl.program_id(0) % pieces == 0)
-    tl.store(first + 3 * apart + line[None, :], of_last, mask=once[None, :])
+    tl.store(first + 3 * distance + line[None, :], of_last, mask=once[None, :])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from narrowcast.kernels.launch import launch_kernel
 from narrowcast.workloads.decompose.components.kernels.shares import (
-    delta_of,
+    delta_share,
     places,
     random_bits,
     share,
@@ -180,7 +180,7 @@ def _write(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < rows
-    left, chosen = delta_of(
+    left, chosen = delta_share(
         delta, routed, seed, row, rows, per_seed, delta_value, stream, d_seed, d_row, DELTA, ROUTED
     )
     line = row.to(tl.int64)[:, None]
@@ -199,18 +199,18 @@ def _write(
                 source, drawn[quarter], row, column, inside, per_seed, source_value,
                 s_seed, s_row, s_column, SOURCE,
             )  # fmt: skip
-            kept = tl.where(chosen[:, None], g + (1.0 - g) * s - left[:, None], 0.0)
+            saved = tl.where(chosen[:, None], g + (1.0 - g) * s - left[:, None], 0.0)
             stored = here[:, None] & (column < padded)[None, :]
             act = tl.load(h + line * padded + column[None, :], mask=stored, other=0.0)
-            value = (act.to(tl.float32) * kept).to(out.dtype.element_ty)
+            value = (act.to(tl.float32) * saved).to(out.dtype.element_ty)
             tl.store(out + line * width + column[None, :], value, mask=stored)
     else:
-        place = (part - first) * 4 * QUARTER + tl.arange(0, 4 * QUARTER)
-        known = here[:, None] & (place < d_in)[None, :]
-        seen = tl.load(x + line * d_in + place[None, :], mask=known, other=0.0).to(tl.float32)
+        location = (part - first) * 4 * QUARTER + tl.arange(0, 4 * QUARTER)
+        known = here[:, None] & (location < d_in)[None, :]
+        seen = tl.load(x + line * d_in + location[None, :], mask=known, other=0.0).to(tl.float32)
         seen = (seen * left[:, None]).to(out.dtype.element_ty)
-        within = here[:, None] & (place < d_padded)[None, :]
-        tl.store(out + line * width + padded + place[None, :], seen, mask=within)
+        within = here[:, None] & (location < d_padded)[None, :]
+        tl.store(out + line * width + padded + location[None, :], seen, mask=within)
 
 
 @triton.jit
@@ -228,7 +228,7 @@ def _back(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < rows
-    left, chosen = delta_of(
+    left, chosen = delta_share(
         delta, routed, seed, row, rows, per_seed, delta_value, stream, d_seed, d_row, DELTA, ROUTED
     )
     line = row.to(tl.int64)[:, None]
@@ -249,16 +249,16 @@ def _back(
                 source, drawn[quarter], row, column, inside, per_seed, source_value,
                 s_seed, s_row, s_column, SOURCE,
             )  # fmt: skip
-            kept = tl.where(chosen[:, None], g + (1.0 - g) * s - left[:, None], 0.0)
+            saved = tl.where(chosen[:, None], g + (1.0 - g) * s - left[:, None], 0.0)
             act = tl.load(h + line * padded + column[None, :], mask=stored, other=0.0)
             act = act.to(tl.float32)
             spot = down + line * width + column[None, :]
-            given = tl.load(spot, mask=stored, other=0.0).to(tl.float32)
+            inputs = tl.load(spot, mask=stored, other=0.0).to(tl.float32)
             if NEEDS_OPERAND:
-                tl.store(spot, (act * kept).to(down.dtype.element_ty), mask=stored)
-            to_h = (given * kept).to(grad_h.dtype.element_ty)
+                tl.store(spot, (act * saved).to(down.dtype.element_ty), mask=stored)
+            to_h = (inputs * saved).to(grad_h.dtype.element_ty)
             tl.store(grad_h + line * padded + column[None, :], to_h, mask=stored)
-            of_mask = tl.where(chosen[:, None], given * act, 0.0)
+            of_mask = tl.where(chosen[:, None], inputs * act, 0.0)
             entry = line * count + column[None, :]
             if NEEDS_IMPORTANCE:
                 value = (of_mask * (1.0 - s)).to(grad_importance.dtype.element_ty)
@@ -267,21 +267,21 @@ def _back(
                 of_source = of_mask * (1.0 - g)
                 if SUMMED:
                     summed = tl.sum(tl.where(inside, of_source, 0.0), 0)
-                    line_of = grad_source + tl.program_id(0).to(tl.int64) * count + column
-                    tl.store(line_of, summed, mask=column < count)
+                    row_start = grad_source + tl.program_id(0).to(tl.int64) * count + column
+                    tl.store(row_start, summed, mask=column < count)
                 else:
                     value = of_source.to(grad_source.dtype.element_ty)
                     tl.store(grad_source + entry, value, mask=inside)
             if NEEDS_DELTA:
                 total -= tl.sum(of_mask, 1)
     else:
-        place = (part - first) * 4 * QUARTER + tl.arange(0, 4 * QUARTER)
-        known = here[:, None] & (place < d_in)[None, :]
-        beside = down + line * width + padded + place[None, :]
-        of_x = tl.load(beside, mask=known, other=0.0).to(tl.float32)
-        tl.store(beside, (of_x * left[:, None]).to(down.dtype.element_ty), mask=known)
+        position = (part - first) * 4 * QUARTER + tl.arange(0, 4 * QUARTER)
+        known = here[:, None] & (position < d_in)[None, :]
+        extra = down + line * width + padded + position[None, :]
+        of_x = tl.load(extra, mask=known, other=0.0).to(tl.float32)
+        tl.store(extra, (of_x * left[:, None]).to(down.dtype.element_ty), mask=known)
         if NEEDS_DELTA:
-            seen = tl.load(x + line * d_in + place[None, :], mask=known, other=0.0)
+            seen = tl.load(x + line * d_in + position[None, :], mask=known, other=0.0)
             total += tl.where(chosen, tl.sum(of_x * seen.to(tl.float32), 1), 0.0)
     if NEEDS_DELTA:
         tl.store(sums + row.to(tl.int64) * tl.num_programs(1) + part, total, mask=here)

@@ -41,7 +41,7 @@ def power_means_back(
     grad: Tensor, uppers: Sequence[Tensor], power: float | Tensor, epsilon: float
 ) -> list[Tensor]:
     """Return the gradients of all sites, given that of the means, of whatever strides."""
-    found, first = [], 0
+    result, first = [], 0
     for upper in uppers:
         out = torch.empty_like(upper)
         launch_kernel(
@@ -49,9 +49,9 @@ def power_means_back(
             upper, *_power(upper, power), grad, out, first, *grad.stride(),
             *_sizes(upper, epsilon), **_constants(upper, power),
         )  # fmt: skip
-        found.append(out)
+        result.append(out)
         first += upper.shape[-1]
-    return found
+    return result
 
 
 def _columns(upper: Tensor) -> int:
@@ -105,7 +105,7 @@ def _back(
     column, here, at = _places(rows, count, ROWS, COLUMNS)
     u = tl.load(upper + at, mask=here, other=0.0).to(tl.float32)
     spot = grad + tl.program_id(2).to(tl.int64) * g_seed + (first + column).to(tl.int64) * g_column
-    given = tl.load(spot, mask=column < count, other=0.0).to(tl.float32) * share
+    inputs = tl.load(spot, mask=column < count, other=0.0).to(tl.float32) * share
     if POWER == 1:
         slope = tl.full((ROWS, COLUMNS), 1.0, tl.float32)
     elif POWER == 2:
@@ -114,7 +114,7 @@ def _back(
         p = _exponent(powers, power, POWER)
         slope = p * tl.exp2((p - 1.0) * tl.log2(tl.where(u < 0.0, 0.0, u) + epsilon))
         slope = tl.where(u == 0.0, tl.where(p < 1.0, 0.0, slope), slope)
-    value = tl.where(u < 0.0, 0.0, slope * given[None, :])
+    value = tl.where(u < 0.0, 0.0, slope * inputs[None, :])
     tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
 
 

@@ -20,7 +20,7 @@ def _uniform(bits, BINOMIAL: tl.constexpr):
 
 
 @triton.jit
-def delta_of(
+def delta_share(
     delta, routed, seed, row, rows, per_seed, value, stream, d_seed, d_row,
     DELTA: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip

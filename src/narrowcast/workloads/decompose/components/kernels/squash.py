@@ -76,10 +76,10 @@ def _back(
     z = tl.load(logits + at, mask=here, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     if LOW:
-        given = tl.load(grad_low + at, mask=here, other=0.0).to(tl.float32)
-        below = leak * tl.where(given > 0.0, 0.0, given)
-        total += tl.where(z <= 0.0, below, tl.where(z > 1.0, 0.0, given))
+        inputs = tl.load(grad_low + at, mask=here, other=0.0).to(tl.float32)
+        below = leak * tl.where(inputs > 0.0, 0.0, inputs)
+        total += tl.where(z <= 0.0, below, tl.where(z > 1.0, 0.0, inputs))
     if UP:
-        given = tl.load(grad_up + at, mask=here, other=0.0).to(tl.float32)
-        total += tl.where(z > 1.0, leak * given, tl.where(z < 0.0, 0.0, given))
+        inputs = tl.load(grad_up + at, mask=here, other=0.0).to(tl.float32)
+        total += tl.where(z > 1.0, leak * inputs, tl.where(z < 0.0, 0.0, inputs))
     tl.store(grad + at, total.to(grad.dtype.element_ty), mask=here)

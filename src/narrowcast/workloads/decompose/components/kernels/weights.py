@@ -48,14 +48,14 @@ def _write(
     size, d_in, count, padded, d_out,
     STACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    location = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.program_id(1).to(tl.int64)
-    here = place < size
-    first = place < d_in * padded
-    line, column = place // padded, place % padded
+    here = location < size
+    first = location < d_in * padded
+    line, column = location // padded, location % padded
     at = seed * v_seed + line.to(tl.int64) * v_line + column.to(tl.int64) * v_column
     value = tl.load(V + at, mask=first & (column < count), other=0.0).to(tl.float32)
-    after = place - d_in * padded
+    after = location - d_in * padded
     line, column = after // d_out, (after % d_out).to(tl.int64)
     own = here & (after >= 0)
     at = seed * u_seed + line.to(tl.int64) * u_line + column * u_column
@@ -65,4 +65,4 @@ def _write(
         at = seed * o_seed + line.to(tl.int64) * o_line + column * o_column
         inside = own & (line >= 0) & (line < d_in)
         value += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + seed * size + place, value.to(out.dtype.element_ty), mask=here)
+    tl.store(out + seed * size + location, value.to(out.dtype.element_ty), mask=here)

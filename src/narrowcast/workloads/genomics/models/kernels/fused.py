@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.workloads.genomics.models.kernels.turning import (
-    blocks_of,
+    block_count,
     mix_spectra,
     turn_in,
     turn_out,
@@ -14,7 +14,7 @@ from narrowcast.workloads.genomics.models.transforms import (
     filter_part,
     filter_spectrum,
     pieces,
-    turns_of,
+    quarter_turns,
 )
 
 
@@ -29,7 +29,7 @@ def forward(
 ) -> Tensor:
     """Return after ⊙ (filters * z + bias ⊙ z) with z = before ⊙ value."""
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
-    turns = turns_of(value)
+    turns = quarter_turns(value)
     for channels, parts in pieces(value, chunk):
         of_filter = filter_spectrum(filters[channels], turns, causal=causal)
         for rows in parts:
@@ -61,7 +61,7 @@ def backward(
     """Return the gradients of all that was given to `forward`."""
     grads = empty_grads(value, filters, bias, before, after)
     to_value, to_filters, to_bias, to_before, to_after = grads
-    turns, blocks = turns_of(value), blocks_of(value.shape[2])
+    turns, blocks = quarter_turns(value), block_count(value.shape[2])
     products = None if bias is None else turns.real.new_empty((*value.shape[:2], blocks))
     for channels, parts in pieces(value, chunk):
         of_filter = filter_spectrum(filters[channels], turns, causal=causal)

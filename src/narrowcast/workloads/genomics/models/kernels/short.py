@@ -73,9 +73,9 @@ def _forward(
     total = tl.zeros([LENGTH, CHANNELS], tl.float32)
     total += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(3):
-        place = position - left + tap
-        inside = ((place >= 0) & (place < length))[:, None] & known[None, :]
-        at = row * x_row + place.to(tl.int64)[:, None] * x_position + channel[None, :]
+        location = position - left + tap
+        inside = ((location >= 0) & (location < length))[:, None] & known[None, :]
+        at = row * x_row + location.to(tl.int64)[:, None] * x_position + channel[None, :]
         seen = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         total += seen * tl.load(weight + channel * 3 + tap, mask=known, other=0.0)[None, :]
     at = (row * channels + channel.to(tl.int64)[None, :]) * length + position[:, None]
@@ -110,14 +110,14 @@ def _backward(
     total = tl.zeros([LENGTH, CHANNELS], tl.float32)
     line = sums + (row * tl.num_programs(1) + tl.program_id(1)) * 4 * channels + channel
     for tap in tl.static_range(3):
-        place = position + left - tap
-        inside = ((place >= 0) & (place < length))[:, None] & here
-        at = row * grad_row + channel.to(tl.int64)[None, :] * grad_channel + place[:, None]
-        given = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        total += given * tl.load(weight + channel * 3 + tap, mask=known, other=0.0)[None, :]
-        tl.store(line + tap * channels, tl.sum(given * seen, axis=0), mask=known)
+        location = position + left - tap
+        inside = ((location >= 0) & (location < length))[:, None] & here
+        at = row * grad_row + channel.to(tl.int64)[None, :] * grad_channel + location[:, None]
+        inputs = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        total += inputs * tl.load(weight + channel * 3 + tap, mask=known, other=0.0)[None, :]
+        tl.store(line + tap * channels, tl.sum(inputs * seen, axis=0), mask=known)
         if tap == left:
-            tl.store(line + 3 * channels, tl.sum(given, axis=0), mask=known)
+            tl.store(line + 3 * channels, tl.sum(inputs, axis=0), mask=known)
     at = (row * length + position.to(tl.int64)[:, None]) * channels + channel[None, :]
     tl.store(to_x + at, total.to(to_x.dtype.element_ty), mask=here)
 

@@ -51,14 +51,14 @@ def turn_out(
     are written for each block of letters, where there is a bias.
     """
     rows, channels, length = value.shape
-    given = [_lined_up(value if t is None else t) for t in (value, before, *gates)]
+    inputs = [_lined_up(value if t is None else t) for t in (value, before, *gates)]
     first, second = outs[0], outs[0] if outs[1] is None else outs[1]
     _launch_out(
-        (rows * channels, blocks_of(length), 1),
+        (rows * channels, block_count(length), 1),
         (
             torch.view_as_real(turned),
             torch.view_as_real(turns),
-            *given,
+            *inputs,
             first if bias is None else bias,
             first,
             second,
@@ -68,7 +68,7 @@ def turn_out(
             channels,
             length,
             len(turns),
-            *[step for each in (*given, first, second) for step in each.stride()[:2]],
+            *[step for each in (*inputs, first, second) for step in each.stride()[:2]],
             *((0, 0) if products is None else products.stride()[:2]),
         ),
         (
@@ -83,7 +83,7 @@ def turn_out(
     )
 
 
-def blocks_of(length: int) -> int:
+def block_count(length: int) -> int:
     """Return how many sums `turn_out` writes for a sequence."""
     return -(-length // _BLOCK)
 
@@ -249,16 +249,16 @@ def _mix_spectra(
 @triton.jit
 def _complex(source, start, size, BLOCK: tl.constexpr):
     """Real and imaginary parts of neighbours in memory"""
-    place = 2 * start + tl.arange(0, 2 * BLOCK)
-    pairs = tl.load(source + place, mask=place < 2 * size, other=0.0)
+    location = 2 * start + tl.arange(0, 2 * BLOCK)
+    pairs = tl.load(source + location, mask=location < 2 * size, other=0.0)
     return tl.split(tl.reshape(pairs, [BLOCK, 2]))
 
 
 @triton.jit
 def _write(target, start, size, real, imaginary, BLOCK: tl.constexpr):
-    place = 2 * start + tl.arange(0, 2 * BLOCK)
+    position = 2 * start + tl.arange(0, 2 * BLOCK)
     pairs = tl.reshape(tl.join(real, imaginary), [2 * BLOCK])
-    tl.store(target + place, pairs, mask=place < 2 * size)
+    tl.store(target + position, pairs, mask=position < 2 * size)
 
 
 _launch_in, _launch_out = Launcher(_turn_in), Launcher(_turn_out)

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import WHITESPACE
-from narrowcast.workloads.genomics.sequences.readers.files import text_of
-from narrowcast.workloads.genomics.sequences.readers.record import Raw, place_of
+from narrowcast.workloads.genomics.sequences.readers.files import decode_text
+from narrowcast.workloads.genomics.sequences.readers.record import Raw, record_location
 
 _QUALITIES = bytes(range(ord("!"), ord("~") + 1))
 """Phred 0 to 93, written as the characters from 33 on."""
@@ -22,12 +22,14 @@ def fasta(file: BinaryIO, path: Path) -> Iterator[Raw]:
             letters += line
             continue
         if header is not None:
-            yield _record(header, bytes(letters), place_of(path, number))
+            yield _record(header, bytes(letters), record_location(path, number))
         elif letters.strip():
-            raise RecipeError(f"{place_of(path, 1)}: there are letters before the first line of >")
+            raise ConfigError(
+                f"{record_location(path, 1)}: there are letters before the first line of >"
+            )
         header, letters, number = line[1:], bytearray(), number + 1
     if header is not None:
-        yield _record(header, bytes(letters), place_of(path, number))
+        yield _record(header, bytes(letters), record_location(path, number))
 
 
 def fastq(file: BinaryIO, path: Path) -> Iterator[Raw]:
@@ -38,56 +40,59 @@ def fastq(file: BinaryIO, path: Path) -> Iterator[Raw]:
         if not line.strip():
             continue
         number += 1
-        place = place_of(path, number)
+        location = record_location(path, number)
         if not line.startswith(b"@"):
-            raise RecipeError(
-                f"{place} begins with {text_of(line[:20].strip(), place)!r}, not with @; the "
+            raise ConfigError(
+                f"{location} begins with {decode_text(line[:20].strip(), location)!r}, not with "
+                "@; the "
                 "record before it has more qualities than letters, or lines are missing"
             )
-        raw = _record(line[1:], b"", place)
-        letters, plus = _until_plus(lines, place)
+        raw = _record(line[1:], b"", location)
+        letters, plus = _until_plus(lines, location)
         repeated = plus[1:].strip()
         if repeated and repeated != line[1:].strip():
-            raise RecipeError(f"{place}: the line of + names another record; lines are missing")
-        quality = _quality(lines, len(letters), place)
+            raise ConfigError(f"{location}: the line of + names another record; lines are missing")
+        quality = _quality(lines, len(letters), location)
         yield Raw(raw.name, letters, {**raw.fields, "quality": quality})
 
 
-def _record(header: bytes, letters: bytes, place: str) -> Raw:
-    text = text_of(header.strip(), place)
+def _record(header: bytes, letters: bytes, position: str) -> Raw:
+    text = decode_text(header.strip(), position)
     if "\r" in text:
-        raise RecipeError(
-            f"{place}: lines end as on old Macs, with CR only; convert it (tr '\\r' '\\n')"
+        raise ConfigError(
+            f"{position}: lines end as on old Macs, with CR only; convert it (tr '\\r' '\\n')"
         )
     name, *description = text.split(maxsplit=1) or [""]
     return Raw(name, letters, {"description": description[0]} if description else {})
 
 
-def _until_plus(lines: Iterator[bytes], place: str) -> tuple[bytes, bytes]:
+def _until_plus(lines: Iterator[bytes], location: str) -> tuple[bytes, bytes]:
     letters = bytearray()
     for line in lines:
         if line.startswith(b"+"):
             return bytes(letters), line
         letters += line.translate(None, WHITESPACE)
-    raise RecipeError(f"{place} is cut off: it has no line of + and no qualities; copy it again")
+    raise ConfigError(f"{location} is cut off: it has no line of + and no qualities; copy it again")
 
 
-def _quality(lines: Iterator[bytes], length: int, place: str) -> str:
+def _quality(lines: Iterator[bytes], length: int, location: str) -> str:
     """Return as many qualities as there are letters; a line of them may begin with @."""
     quality = bytearray()
     while len(quality) < length:
         line = next(lines, None)
         if line is None:
-            raise RecipeError(
-                f"{place} is cut off: {len(quality)} qualities for {length} letters; copy it again"
+            raise ConfigError(
+                f"{location} is cut off: {len(quality)} qualities for {length} letters; copy it "
+                "again"
             )
         quality += line.strip(b"\r\n")
     if length == 0:
         next(lines, None)  # the blank line of qualities that an empty sequence has
     if len(quality) > length:
-        raise RecipeError(
-            f"{place}: {len(quality)} qualities for {length} letters; there is one for each letter"
+        raise ConfigError(
+            f"{location}: {len(quality)} qualities for {length} letters; there is one for each "
+            "letter"
         )
     if quality.translate(None, _QUALITIES):
-        raise RecipeError(f"{place}: a quality is no character from ! to ~")
+        raise ConfigError(f"{location}: a quality is no character from ! to ~")
     return quality.decode("ascii")

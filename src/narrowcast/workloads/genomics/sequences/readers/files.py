@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
 from narrowcast.config.problems import shown_path
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.plain_files import open_plain
 
 HEAD_BYTES = 2**16
@@ -23,17 +23,17 @@ _PACKED = {b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"(\xb5/\xf
 
 
 @contextmanager
-def opened(path: Path, place: Callable[[], str]) -> Iterator[Reader]:
+def opened(path: Path, location: Callable[[], str]) -> Iterator[Reader]:
     """Open a file to be read from its beginning, unpacked where it is gzip.
 
-    What is wrong with it is a RecipeError; `place` says how far reading had come.
+    What is wrong with it is a ConfigError; `place` says how far reading had come.
     """
     try:
         with io.BufferedReader(open_plain(path, follow=True), HEAD_BYTES) as plain:
             head = plain.peek(8)
             for magic, kind in _PACKED.items():
                 if head.startswith(magic):
-                    raise RecipeError(
+                    raise ConfigError(
                         f"{shown_path(path)} is packed by {kind}; unpack it, or pack it by gzip"
                     )
             if not head.startswith(b"\x1f\x8b"):
@@ -42,11 +42,12 @@ def opened(path: Path, place: Callable[[], str]) -> Iterator[Reader]:
             with gzip.GzipFile(fileobj=cast(BinaryIO, plain)) as packed:
                 yield _after_mark(io.BufferedReader(packed, HEAD_BYTES))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise RecipeError(
-            f"{place()} cannot be unpacked: {error}; the file is cut off or damaged, copy it again"
+        raise ConfigError(
+            f"{location()} cannot be unpacked: {error}; the file is cut off or damaged, copy it "
+            "again"
         ) from error
     except OSError as error:
-        raise RecipeError(
+        raise ConfigError(
             f"{shown_path(path)} cannot be read: {error.strerror or error}"
         ) from error
 
@@ -57,11 +58,11 @@ def _after_mark(file: Reader) -> Reader:
     return file
 
 
-def text_of(content: bytes, place: str) -> str:
+def decode_text(content: bytes, position: str) -> str:
     """Decode UTF-8, or refuse."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"{place} is not UTF-8 text ({error.reason}); convert it (iconv -f latin1 -t utf-8)"
+        raise ConfigError(
+            f"{position} is not UTF-8 text ({error.reason}); convert it (iconv -f latin1 -t utf-8)"
         ) from error

@@ -8,9 +8,9 @@ from typing import Any, BinaryIO
 
 from narrowcast.config.problems import shortened, shown_path
 from narrowcast.config.workload import require_modules
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.features import Feature, Part, Strand
-from narrowcast.workloads.genomics.sequences.readers.record import Raw, place_of
+from narrowcast.workloads.genomics.sequences.readers.record import Raw, record_location
 
 INSTALL = "narrowcast[genomics]"
 
@@ -23,12 +23,12 @@ def genbank(file: BinaryIO, path: Path) -> Iterator[Raw]:
     parse: Any = SeqIO.parse  # it has no types
     with io.TextIOWrapper(file, encoding="utf-8") as text:
         parsed, number = parse(text, "genbank"), 1
-        while (entry := _next(parsed, place_of(path, number))) is not None:
-            yield _raw(entry, place_of(path, number))
+        while (entry := _next(parsed, record_location(path, number))) is not None:
+            yield _raw(entry, record_location(path, number))
             number += 1
 
 
-def _next(parsed: Iterator[Any], place: str) -> Any:
+def _next(parsed: Iterator[Any], location: str) -> Any:
     from Bio import BiopythonParserWarning
 
     # Around one record only: between two of them warnings are the caller's.
@@ -37,8 +37,8 @@ def _next(parsed: Iterator[Any], place: str) -> Any:
         try:
             entry = next(parsed, None)
         except _DAMAGED as error:
-            raise RecipeError(
-                f"{place} cannot be read as GenBank: {_line(error)}; is the file cut "
+            raise ConfigError(
+                f"{location} cannot be read as GenBank: {_line(error)}; is the file cut "
                 "off? copy it again"
             ) from error
     for warning in said:
@@ -48,7 +48,7 @@ def _next(parsed: Iterator[Any], place: str) -> Any:
             issubclass(warning.category, BiopythonParserWarning)
             and "locus line" not in text.lower()
         ):
-            raise RecipeError(f"{place}: {text}; is the file cut off? copy it again")
+            raise ConfigError(f"{location}: {text}; is the file cut off? copy it again")
     return entry
 
 
@@ -60,14 +60,15 @@ _DAMAGED = (ValueError, AssertionError, LookupError, AttributeError, TypeError)
 """What biopython's parser raises where lines are cut off or changed."""
 
 
-def _raw(entry: Any, place: str) -> Raw:
+def _raw(entry: Any, position: str) -> Raw:
     from Bio.Seq import UndefinedSequenceError
 
     try:
         letters = bytes(entry.seq)
     except UndefinedSequenceError as error:
-        raise RecipeError(
-            f"{place} has no letters, only where they are to be found (CONTIG); download it with "
+        raise ConfigError(
+            f"{position} has no letters, only where they are to be found (CONTIG); download it "
+            "with "
             "its sequence (GenBank full)"
         ) from error
     said = entry.annotations

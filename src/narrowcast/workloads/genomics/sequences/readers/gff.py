@@ -5,11 +5,11 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from narrowcast.config.problems import shortened, shown_path
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.features import Feature, Part, Strand
-from narrowcast.workloads.genomics.sequences.readers.files import HEAD_BYTES, opened, text_of
+from narrowcast.workloads.genomics.sequences.readers.files import HEAD_BYTES, decode_text, opened
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
-from narrowcast.workloads.genomics.sequences.readers.record import place_of
+from narrowcast.workloads.genomics.sequences.readers.record import record_location
 
 _STRANDS: Mapping[str, Strand] = {"+": 1, "-": -1, ".": 0, "?": 0}
 COLUMNS = 9
@@ -22,7 +22,7 @@ def read_features(path: Path) -> Iterator[Feature]:
     them. On a circle its end may lie beyond the last letter.
     """
     number = 0
-    with opened(path, lambda: place_of(path, number + 1)) as file:
+    with opened(path, lambda: record_location(path, number + 1)) as file:
         listed = not file.peek(HEAD_BYTES).lstrip().startswith(b"LOCUS ")
         for line_number, line in enumerate(file if listed else (), 1):
             if line.startswith(b"##FASTA"):
@@ -30,31 +30,33 @@ def read_features(path: Path) -> Iterator[Feature]:
             if line.startswith(b"#") or not line.strip():
                 continue
             number += 1
-            place = f"{place_of(path, number)} (line {line_number})"
-            yield _feature(text_of(line, place).rstrip("\r\n"), place)
+            location = f"{record_location(path, number)} (line {line_number})"
+            yield _feature(decode_text(line, location).rstrip("\r\n"), location)
     if not listed:
         for record in read_records(path, format="genbank"):
             yield from record.features
     elif not number:
-        raise RecipeError(f"{shown_path(path)} has no features; give a file that has some")
+        raise ConfigError(f"{shown_path(path)} has no features; give a file that has some")
 
 
-def _feature(line: str, place: str) -> Feature:
+def _feature(line: str, position: str) -> Feature:
     columns = line.split("\t")
     if len(columns) != COLUMNS:
-        raise RecipeError(
-            f"{place}: {len(columns)} columns; a feature of GFF has {COLUMNS}, parted by tabs"
+        raise ConfigError(
+            f"{position}: {len(columns)} columns; a feature of GFF has {COLUMNS}, parted by tabs"
         )
     record, _, kind, start, end, _, strand, _, attributes = columns
     if not (start.isascii() and start.isdigit() and end.isascii() and end.isdigit()):
-        raise RecipeError(
-            f"{place}: {shortened(start)} to {shortened(end)} is no pair of positions"
+        raise ConfigError(
+            f"{position}: {shortened(start)} to {shortened(end)} is no pair of positions"
         )
     first, last = int(start), int(end)
     if not 1 <= first <= last:
-        raise RecipeError(f"{place}: {first} to {last}; positions begin at 1, the smaller first")
+        raise ConfigError(f"{position}: {first} to {last}; positions begin at 1, the smaller first")
     if strand not in _STRANDS:
-        raise RecipeError(f"{place}: strand {shortened(strand)!r} is none of {' '.join(_STRANDS)}")
+        raise ConfigError(
+            f"{position}: strand {shortened(strand)!r} is none of {' '.join(_STRANDS)}"
+        )
     return Feature(
         kind=unquote(kind),
         parts=(Part(first - 1, last, _STRANDS[strand]),),
@@ -65,7 +67,7 @@ def _feature(line: str, place: str) -> Feature:
 
 def _qualifiers(text: str) -> Mapping[str, tuple[str, ...]]:
     """Return attributes as GFF3 writes them (`a=1,2;b=3`) or GTF (`a "1"; b "3";`)."""
-    found: dict[str, tuple[str, ...]] = {}
+    results: dict[str, tuple[str, ...]] = {}
     for piece in filter(None, (each.strip() for each in text.split(";"))):
         key, equals, value = piece.partition("=")
         if equals and " " not in key:
@@ -73,5 +75,5 @@ def _qualifiers(text: str) -> Mapping[str, tuple[str, ...]]:
         else:
             key, _, value = piece.partition(" ")
             values = (value.strip().strip('"'),)
-        found[unquote(key)] = found.get(unquote(key), ()) + values
-    return found
+        results[unquote(key)] = results.get(unquote(key), ()) + values
+    return results

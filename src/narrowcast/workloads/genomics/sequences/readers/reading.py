@@ -5,21 +5,21 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from narrowcast.config.problems import shortened, shown_path
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import (
     PROTEIN,
     WHITESPACE,
     Alphabet,
     Cleaned,
-    alphabet_of,
+    guess_alphabet,
 )
 from narrowcast.workloads.genomics.sequences.readers.fasta import fasta, fastq
 from narrowcast.workloads.genomics.sequences.readers.files import HEAD_BYTES, Reader, opened
 from narrowcast.workloads.genomics.sequences.readers.genbank import genbank
-from narrowcast.workloads.genomics.sequences.readers.record import Raw, Record, place_of
+from narrowcast.workloads.genomics.sequences.readers.record import Raw, Record, record_location
 from narrowcast.workloads.genomics.sequences.readers.tables import (
     TableFormat,
-    rows_of,
+    read_rows,
     table_format,
 )
 
@@ -48,25 +48,25 @@ def read_records(
     """
     keeper = _Keeper(path, alphabet, strict=strict)
     seen: set[str] | None = None
-    with opened(path, lambda: place_of(path, keeper.number + 1)) as file:
-        kind = _format_of(file.peek(HEAD_BYTES), path) if format == "auto" else format
+    with opened(path, lambda: record_location(path, keeper.number + 1)) as file:
+        kind = _detect_format(file.peek(HEAD_BYTES), path) if format == "auto" else format
         if unique and kind in ("fasta", "genbank"):
             seen = set()
         for raw in _raw(file, path, kind, sequences=sequences, name=name):
             record = keeper.record(raw)
             if seen is not None and record.name:
                 if record.name in seen:
-                    raise RecipeError(
-                        f"{record.place} has the name of an earlier record, got "
+                    raise ConfigError(
+                        f"{record.location} has the name of an earlier record, got "
                         f"{shortened(record.name)!r}. Rename one of them, e.g. with `seqkit rename`"
                     )
                 seen.add(record.name)
             yield record
     if not keeper.number:
-        raise RecipeError(f"{shown_path(path)} has no records; give a file that has some")
+        raise ConfigError(f"{shown_path(path)} has no records; give a file that has some")
 
 
-def _format_of(head: bytes, path: Path) -> Format:
+def _detect_format(head: bytes, path: Path) -> Format:
     """Return the format that a file begins like."""
     beginning = head.lstrip()
     for signs, kind in _BEGINNINGS.items():
@@ -74,7 +74,7 @@ def _format_of(head: bytes, path: Path) -> Format:
             return kind
     for signs, (reader, setting) in _WITHOUT_SEQUENCES.items():
         if beginning.startswith(signs):
-            raise RecipeError(
+            raise ConfigError(
                 f"{shown_path(path)} has {reader} and no sequences; give the FASTA that they lie "
                 f"on{setting}"
             )
@@ -101,7 +101,7 @@ def _raw(
         case "genbank":
             return genbank(file, path)
     formats = "auto, fasta, fastq, genbank, csv, tsv, json, jsonl"
-    raise RecipeError(
+    raise ConfigError(
         f"format={kind!r} is none that sequences are read from; write one of {formats}"
     )
 
@@ -117,11 +117,12 @@ def _of_table(
     own, *others = sequences
     required = [*sequences, *([] if name is None else [name])]
     settings = {own: "sequence"} | ({} if name is None else {name: "name"})
-    for values, number in rows_of(file, path, kind, required, settings):
+    for values, number in read_rows(file, path, kind, required, settings):
         for column in sequences:
             if not isinstance(values[column], str):
-                raise RecipeError(
-                    f"{place_of(path, number)}: {column} is {shortened(repr(values[column]))}, not "
+                raise ConfigError(
+                    f"{record_location(path, number)}: {column} is "
+                    f"{shortened(repr(values[column]))}, not "
                     "a text of letters"
                 )
         fields = {key: value for key, value in values.items() if key != own}
@@ -144,7 +145,7 @@ class _Keeper:
         self.number = 0
         """Records so far."""
         self._path, self._alphabet, self._strict = path, alphabet, strict
-        self._given = alphabet is not None
+        self._is_requested = alphabet is not None
 
     def record(self, raw: Raw) -> Record:
         """Clean the next record."""
@@ -168,12 +169,12 @@ class _Keeper:
         if self._alphabet is None:
             if not letters.strip():
                 return Cleaned("", 0)
-            self._alphabet = alphabet_of(letters)
-        place = place_of(self._path, self.number)
-        self._refuse_another(letters, self._alphabet, place)
-        return self._alphabet.clean(letters, strict=self._strict, place=place)
+            self._alphabet = guess_alphabet(letters)
+        location = record_location(self._path, self.number)
+        self._check_alphabet(letters, self._alphabet, location)
+        return self._alphabet.clean(letters, strict=self._strict, location=location)
 
-    def _refuse_another(self, letters: bytes, alphabet: Alphabet, place: str) -> None:
+    def _check_alphabet(self, letters: bytes, alphabet: Alphabet, position: str) -> None:
         """Refuse what the alphabet would take, and what nobody meant by it."""
         if alphabet is PROTEIN:
             # Bases are letters of protein too: without this, a gene would be read as amino acids.
@@ -181,12 +182,15 @@ class _Keeper:
         else:
             # Where it is named, clean() says which letter is wrong, and U is a way to write T.
             sister = "".join(alphabet.reads_as).encode()
-            suspect = not self._given and (sister in letters.upper() or not alphabet.fits(letters))
-        found = alphabet_of(letters) if suspect else alphabet
-        if found is not alphabet and found.fits(letters):
-            why = "was asked for" if self._given else "is what the records before it are"
-            raise RecipeError(
-                f"{place} reads as {found.name}, and {alphabet.name} {why}; give each alphabet a "
+            suspect = not self._is_requested and (
+                sister in letters.upper() or not alphabet.fits(letters)
+            )
+        result = guess_alphabet(letters) if suspect else alphabet
+        if result is not alphabet and result.fits(letters):
+            why = "was asked for" if self._is_requested else "is what the records before it are"
+            raise ConfigError(
+                f"{position} reads as {result.name}, and {alphabet.name} {why}; give each "
+                "alphabet a "
                 "file of its own, or name the alphabet"
             )
 

@@ -33,12 +33,12 @@ class Record(NamedTuple):
     """Letters that meant several and are the unknown one now."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where it stands, for messages."""
-        return place_of(self.file, self.number)
+        return record_location(self.file, self.number)
 
 
-def place_of(path: Path, number: int) -> str:
+def record_location(path: Path, number: int) -> str:
     """Return a file and the number of a record in it as messages name them."""
     return f"{_shown(path)}, record {number}"
 

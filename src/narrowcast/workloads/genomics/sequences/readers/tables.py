@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from narrowcast.config.problems import shortened, shown_path
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.runs.environment import host_memory_bytes
-from narrowcast.workloads.genomics.sequences.readers.files import HEAD_BYTES, opened, text_of
-from narrowcast.workloads.genomics.sequences.readers.record import place_of
+from narrowcast.workloads.genomics.sequences.readers.files import HEAD_BYTES, decode_text, opened
+from narrowcast.workloads.genomics.sequences.readers.record import record_location
 
 TableFormat = Literal["csv", "tsv", "json", "jsonl"]
 LONGEST_FIELD = 2**28
@@ -38,14 +38,14 @@ def read_table(
     formats are read row by row. `settings` names, for messages, those that choose a column.
     """
     number = 0
-    with opened(path, lambda: place_of(path, number + 1)) as file:
-        for row in rows_of(
+    with opened(path, lambda: record_location(path, number + 1)) as file:
+        for row in read_rows(
             file, path, table_format(file.peek(HEAD_BYTES), path), columns, settings
         ):
             number = row.number
             yield row
     if not number:
-        raise RecipeError(f"{shown_path(path)} has no rows; give a table that has some")
+        raise ConfigError(f"{shown_path(path)} has no rows; give a table that has some")
 
 
 def table_format(head: bytes, path: Path) -> TableFormat:
@@ -57,15 +57,15 @@ def table_format(head: bytes, path: Path) -> TableFormat:
         return "jsonl"
     names = beginning.partition(b"\n")[0]
     if b"\0" in head:
-        raise RecipeError(f"{shown_path(path)} is no text; write a table as UTF-8")
+        raise ConfigError(f"{shown_path(path)} is no text; write a table as UTF-8")
     if b";" in names and b"," not in names and b"\t" not in names:
-        raise RecipeError(
+        raise ConfigError(
             f"{shown_path(path)}: its columns seem to be parted by ';'; save it with commas or tabs"
         )
     return "tsv" if b"\t" in names else "csv"
 
 
-def rows_of(
+def read_rows(
     file: BinaryIO,
     path: Path,
     kind: TableFormat,
@@ -83,8 +83,8 @@ def rows_of(
     for number, values in enumerate(rows, 1):
         missing = [column for column in columns if column not in values]
         if missing:
-            raise RecipeError(
-                f"{place_of(path, number)} has no column {missing[0]}; it has "
+            raise ConfigError(
+                f"{record_location(path, number)} has no column {missing[0]}; it has "
                 f"{shortened(', '.join(values), 200)}; "
                 f"{_instead(missing[0], values, settings.get(missing[0]))}"
             )
@@ -111,8 +111,8 @@ def _jsonl(file: BinaryIO, path: Path) -> Iterator[Mapping[str, Any]]:
     for line in file:
         if line.strip():
             number += 1
-            place = place_of(path, number)
-            yield _object(_parsed(text_of(line, place), place), place)
+            location = record_location(path, number)
+            yield _object(_parsed(decode_text(line, location), location), location)
 
 
 def _json(file: BinaryIO, path: Path) -> Iterator[Mapping[str, Any]]:
@@ -120,34 +120,37 @@ def _json(file: BinaryIO, path: Path) -> Iterator[Mapping[str, Any]]:
     content = file.read(most + 1)
     where = shown_path(path)
     if len(content) > most:
-        raise RecipeError(
+        raise ConfigError(
             f"{where} has more than {most} bytes, and JSON is parsed as a whole, in memory; write "
             "it as JSON lines, an object a line"
         )
-    for number, item in enumerate(_parsed(text_of(content, where), where), 1):
-        yield _object(item, place_of(path, number))
+    for number, item in enumerate(_parsed(decode_text(content, where), where), 1):
+        yield _object(item, record_location(path, number))
 
 
-def _parsed(text: str, place: str) -> Any:
+def _parsed(text: str, position: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise RecipeError(f"{place} is nested too deep for a row") from error
+        raise ConfigError(f"{position} is nested too deep for a row") from error
     except ValueError as error:
-        raise RecipeError(
-            f"{place} is not JSON: {error}; JSON lines have an object a line, JSON a list of them"
+        raise ConfigError(
+            f"{position} is not JSON: {error}; JSON lines have an object a line, JSON a list of "
+            "them"
         ) from error
 
 
-def _object(value: Any, place: str) -> Mapping[str, Any]:
+def _object(value: Any, location: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise RecipeError(f'{place} is no object; write a row as {{"sequence": ..., "label": ...}}')
+        raise ConfigError(
+            f'{location} is no object; write a row as {{"sequence": ..., "label": ...}}'
+        )
     return value
 
 
 def _separated(file: BinaryIO, path: Path, sign: str) -> Iterator[Mapping[str, Any]]:
     number = 0
-    lines = (text_of(line, place_of(path, number + 1)) for line in file)
+    lines = (decode_text(line, record_location(path, number + 1)) for line in file)
     reader = csv.reader(lines, delimiter=sign, strict=True)
     # One limit for the process; the usual one is shorter than a gene.
     csv.field_size_limit(max(LONGEST_FIELD, csv.field_size_limit()))
@@ -159,13 +162,13 @@ def _separated(file: BinaryIO, path: Path, sign: str) -> Iterator[Mapping[str, A
             elif fields:
                 number += 1
                 if len(fields) != len(names):
-                    raise RecipeError(
-                        f"{place_of(path, number)}: {len(fields)} fields under {len(names)} "
+                    raise ConfigError(
+                        f"{record_location(path, number)}: {len(fields)} fields under {len(names)} "
                         'columns; quote what has separators or line breaks in it, as "..."'
                     )
                 yield dict(zip(names, fields, strict=True))
     except csv.Error as error:
-        raise RecipeError(f"{place_of(path, number + 1)}: {error}") from error
+        raise ConfigError(f"{record_location(path, number + 1)}: {error}") from error
 
 
 def _header(fields: Sequence[str], path: Path) -> Sequence[str]:
@@ -174,7 +177,7 @@ def _header(fields: Sequence[str], path: Path) -> Sequence[str]:
     if twice or not all(names):
         wrong = f"{shortened(twice[0])} stands twice" if twice else "a column has no name"
         index = " (of pandas, write to_csv(…, index=False))" if not names[0] else ""
-        raise RecipeError(
+        raise ConfigError(
             f"{shown_path(path)}: {wrong}; the first line of a table names columns{index}"
         )
     return names

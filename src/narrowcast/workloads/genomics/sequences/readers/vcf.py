@@ -8,14 +8,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 from narrowcast.config.problems import shortened, shown_path
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.readers.files import (
     HEAD_BYTES,
     Reader,
+    decode_text,
     opened,
-    text_of,
 )
-from narrowcast.workloads.genomics.sequences.readers.record import place_of
+from narrowcast.workloads.genomics.sequences.readers.record import record_location
 from narrowcast.workloads.genomics.sequences.readers.tables import read_table
 
 _PER_ALLELE = re.compile(rb"##INFO=<(?:.*,)?ID=(?P<key>[^,>]+),Number=(?P<number>[AR])[,>]")
@@ -54,9 +54,9 @@ class Variant:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where it stands, for messages."""
-        return place_of(self.file, self.number)
+        return record_location(self.file, self.number)
 
 
 @final
@@ -67,9 +67,9 @@ class Skipped:
     records: int = 0
     first: str = ""
 
-    def add(self, place: str) -> None:
+    def add(self, location: str) -> None:
         """Count a record."""
-        self.records, self.first = self.records + 1, self.first or place
+        self.records, self.first = self.records + 1, self.first or location
 
     @property
     def note(self) -> str:
@@ -95,9 +95,9 @@ def read_variants(
     number = 0
     without = Skipped() if skipped is None else skipped
     variants = 0
-    with opened(path, lambda: place_of(path, number + 1)) as file:
+    with opened(path, lambda: record_location(path, number + 1)) as file:
         if file.peek(HEAD_BYTES).lstrip().startswith(b">"):
-            raise RecipeError(
+            raise ConfigError(
                 f"{shown_path(path)} has sequences and no variants; give a VCF, or a table with "
                 f"{', '.join(columns)}; without a reference, sequences are read as they are"
             )
@@ -109,13 +109,13 @@ def read_variants(
                 variants += 1
                 yield variant
     if listed and not number:
-        raise RecipeError(f"{shown_path(path)} has no variants; give a file that has some")
+        raise ConfigError(f"{shown_path(path)} has no variants; give a file that has some")
     for row in () if listed else read_table(path, columns, {columns.position: "position"}):
         for variant in _variants(row.values, columns, path, row.number, _NOTHING, without):
             variants += 1
             yield variant
     if not variants:
-        raise RecipeError(
+        raise ConfigError(
             f"{shown_path(path)} has no variants: {(_OF_VCF if listed else columns).alternative} "
             "is . in every record. Give a file that has some"
         )
@@ -128,25 +128,27 @@ def _records(
     names: Sequence[str] = ()
     number = 0
     for line in file:
-        if told := _PER_ALLELE.match(line):
-            per_allele[text_of(told["key"], shown_path(path))] = told["number"].decode()
+        if message := _PER_ALLELE.match(line):
+            per_allele[decode_text(message["key"], shown_path(path))] = message["number"].decode()
         if line.startswith(b"##") or not line.strip():
             continue
-        place = place_of(path, number + 1)
-        columns = text_of(line, place).rstrip("\r\n").split("\t")
+        location = record_location(path, number + 1)
+        columns = decode_text(line, location).rstrip("\r\n").split("\t")
         if line.startswith(b"#"):
             names = [columns[0][1:], *columns[1:]]
             if tuple(names[: len(_FIXED)]) != _FIXED:
-                raise RecipeError(
+                raise ConfigError(
                     f"{shown_path(path)}: the line of #CHROM has {shortened(', '.join(names))}; "
                     f"VCF has {', '.join(_FIXED)}, parted by tabs"
                 )
             continue
         number += 1
         if not names:
-            raise RecipeError(f"{place}: there is no line of #CHROM before it, which names columns")
+            raise ConfigError(
+                f"{location}: there is no line of #CHROM before it, which names columns"
+            )
         if len(columns) != len(names):
-            raise RecipeError(f"{place}: {len(columns)} columns under {len(names)} names")
+            raise ConfigError(f"{location}: {len(columns)} columns under {len(names)} names")
         values = dict(zip(names, columns, strict=True))
         yield {**values, "INFO": _info(values["INFO"])}, number
 
@@ -178,23 +180,26 @@ def _variants(
     per_allele: Mapping[str, str],
     without: Skipped,
 ) -> Iterator[Variant]:
-    place = place_of(path, number)
+    location = record_location(path, number)
     position, reference = str(values[columns.position]), str(values[columns.reference]).upper()
     if not (position.isascii() and position.isdigit() and int(position) > 0):
-        raise RecipeError(
-            f"{place}: {columns.position} is {shortened(position)!r}; positions are whole numbers "
+        raise ConfigError(
+            f"{location}: {columns.position} is {shortened(position)!r}; positions are whole "
+            "numbers "
             "from 1"
         )
     if not reference.isalpha():
-        raise RecipeError(f"{place}: {columns.reference} is {shortened(reference)!r}, no letters")
+        raise ConfigError(
+            f"{location}: {columns.reference} is {shortened(reference)!r}, no letters"
+        )
     fields = {key: value for key, value in values.items() if key not in columns}
     alternatives = str(values[columns.alternative]).split(",")
     for at, alternative in enumerate(alternatives):
         if alternative == ".":
-            without.add(place)
+            without.add(location)
             continue
         if not alternative:
-            raise RecipeError(f"{place}: {columns.alternative} has no letters; write . for none")
+            raise ConfigError(f"{location}: {columns.alternative} has no letters; write . for none")
         yield Variant(
             chrom=str(values[columns.chrom]),
             position=int(position),

@@ -15,7 +15,7 @@ from narrowcast.runs.report_drawing import (
     dots,
     line,
     path,
-    words,
+    text_mark,
 )
 from narrowcast.runs.report_drawing import drawing as svg
 from narrowcast.runs.report_drawing import legend as svg_legend
@@ -51,11 +51,11 @@ def channel_map(networks: FunctionalNetworks) -> str:
         marks.append(f'<path d="{outline}" style="fill:{colour(number)};fill-opacity:.8"></path>')
     every = max(1, math.ceil(14 / row))
     for layer in layout.layers[::every]:
-        marks.append(words(LEFT - 8, rows[layer] + row / 2 + 4, str(layer), anchor="end"))
+        marks.append(text_mark(LEFT - 8, rows[layer] + row / 2 + 4, str(layer), anchor="end"))
     for value, label in x.ticks():
-        marks.append(words(x(value), TOP + height + 16, label, anchor="middle"))
-    marks.append(words(8, TOP + 12, "layer"))
-    marks.append(words(WIDTH - RIGHT, TOP + height + 30, "channel", anchor="end"))
+        marks.append(text_mark(x(value), TOP + height + 16, label, anchor="middle"))
+    marks.append(text_mark(8, TOP + 12, "layer"))
+    marks.append(text_mark(WIDTH - RIGHT, TOP + height + 30, "channel", anchor="end"))
     sizes = ", ".join(f"{c} has {networks.size(c):,}" for c in networks.components[:20])
     alt = f"Channels of each network by layer and channel; component {sizes}."
     return _drawing(marks, height + TOP + BOTTOM, alt)
@@ -113,38 +113,38 @@ def ablation_bars(ablation: Ablation) -> str:
     marks = []
     for value, label in x.ticks():
         marks.append(line(x(value), TOP, x(value), bottom, stroke=GRID if value else LINE))
-        marks.append(words(x(value), bottom + 16, label, anchor="middle"))
+        marks.append(text_mark(x(value), bottom + 16, label, anchor="middle"))
     # A network has the colour it has on the map; all together have one of their own.
     fills = [QUIET, *(colour(number) for number in range(len(ablation.each)))]
     for number, lesion in enumerate(lesions):
         y = TOP + BAR_ROW * number
-        marks.append(words(LEFT - 8, y + 19, named(lesion), anchor="end"))
+        marks.append(text_mark(LEFT - 8, y + 19, named(lesion), anchor="end"))
         marks += _bar(x, lesion.cost, y, fills[number])
         marks.append(_chance(x, chance[number], y + 23))
     last = bottom - BAR_ROW
-    marks.append(words(LEFT - 8, last + 19, f"{ablation.share:.0%} at random", anchor="end"))
+    marks.append(text_mark(LEFT - 8, last + 19, f"{ablation.share:.0%} at random", anchor="end"))
     marks.append(_chance(x, larger, last + 15))
-    marks.append(words(x.end, last + 64, "nats per token above the whole model", anchor="end"))
+    marks.append(text_mark(x.end, last + 64, "nats per token above the whole model", anchor="end"))
     alt = f"Loss above that of the whole model. {ablation.verdict()}"
     return _drawing(marks, last + 70, alt)
 
 
 def preserve_curve(ablation: Ablation) -> str:
     """Draw the loss with the first networks alone, over how many channels they have."""
-    kept, whole = ablation.preserve, ablation.whole.loss
-    losses = [whole, *(each.level.loss for each in kept)]
-    x = Scale(0, max(each.channels for each in kept) or 1, LEFT, WIDTH - RIGHT)
+    levels, whole = ablation.preserve, ablation.whole.loss
+    losses = [whole, *(each.level.loss for each in levels)]
+    x = Scale(0, max(each.channels for each in levels) or 1, LEFT, WIDTH - RIGHT)
     y = Scale(min(losses), max(losses), TOP + 236, TOP + 16)
-    marks = axes(x, y, below="channels kept", beside="loss")
+    marks = axes(x, y, x_label="channels kept", y_label="loss")
     dashes = "stroke-dasharray:4 4"
     marks.append(line(x.start, y(whole), x.end, y(whole), stroke=QUIET, more=dashes))
-    points = [(x(each.channels), y(each.level.loss)) for each in kept]
+    points = [(x(each.channels), y(each.level.loss)) for each in levels]
     marks.append(path(points, stroke=colour(0)))
     marks.append(dots(points, radius=4, fill=colour(0), opacity=1))
+    first, last = levels[0], levels[-1]
     alt = (
-        f"Loss with the first networks alone: {kept[0].level.loss:.3f} with {kept[0].channels:,} "
-        f"channels, {kept[-1].level.loss:.3f} with {kept[-1].channels:,}; the whole model has "
-        f"{whole:.3f}."
+        f"Loss with the first networks alone: {first.level.loss:.3f} with {first.channels:,} "
+        f"channels, {last.level.loss:.3f} with {last.channels:,}. The whole model has {whole:.3f}."
     )
     return _drawing(marks, y.start + 44, alt)
 
@@ -182,7 +182,7 @@ def _matrix(
     for i, row in enumerate(cells):
         y = TOP + i * high
         if high >= 12 or i % 5 == 0:
-            marks.append(words(LEFT - 8, y + high / 2 + 4, rows[i], anchor="end"))
+            marks.append(text_mark(LEFT - 8, y + high / 2 + 4, rows[i], anchor="end"))
         for j, value in enumerate(row):
             x, share = LEFT + j * width, value / most if most else 0.0
             shade = round(0.04 + 0.86 * share, 2)
@@ -190,11 +190,11 @@ def _matrix(
             if written and value:
                 ink = "var(--paper)" if share > 0.55 else INK
                 at = x + width / 2, y + high / 2 + 4
-                marks.append(words(*at, f"{value:{form}}", anchor="middle", fill=ink))
+                marks.append(text_mark(*at, f"{value:{form}}", anchor="middle", fill=ink))
     bottom = TOP + high * len(rows)
     every = max(1, math.ceil(26 / width))
     for j in range(0, len(columns), every):
-        marks.append(words(LEFT + (j + 0.5) * width, bottom + 15, columns[j], anchor="middle"))
+        marks.append(text_mark(LEFT + (j + 0.5) * width, bottom + 15, columns[j], anchor="middle"))
     return _drawing(marks, bottom + 24, alt)
 
 

@@ -48,7 +48,7 @@ def about(networks: FunctionalNetworks) -> list[str]:
     """Say where networks come from, and what was noticed on the way."""
     layout, known = networks.layout, networks.provenance
     depth = f" of {layout.depth}" if layout.depth not in (None, len(layout.layers)) else ""
-    told = [
+    lines = [
         f"{len(networks.components)} networks in {len(layout.layers)}{depth} layers with "
         f"{layout.width:,} {layout.site} channels each"
     ]
@@ -59,8 +59,8 @@ def about(networks: FunctionalNetworks) -> list[str]:
         "seed": "" if known.seed is None else str(known.seed),
     }
     if listed := [f"{name} {value}" for name, value in parts.items() if value]:
-        told.append(", ".join(listed))
-    return [*told, *(f"note: {finding}" for finding in known.findings)]
+        lines.append(", ".join(listed))
+    return [*lines, *(f"note: {finding}" for finding in known.findings)]
 
 
 def network_lines(networks: FunctionalNetworks) -> list[str]:
@@ -75,7 +75,7 @@ def ablation_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
     rows = [["nothing", "0", f"{whole.loss:.4f}", f"{whole.accuracy:.1%}", "–", "–", "–"]]
     for lesion in (ablation.lesion, *ablation.each):
         rows.append(
-            [named(lesion), f"{lesion.channels:,}", *_levels(lesion), *_beside(lesion.equal)]
+            [named(lesion), f"{lesion.channels:,}", *_levels(lesion), *_versus_cells(lesion.equal)]
         )
     chance = {
         "as many at random": ablation.lesion.equal,
@@ -88,18 +88,18 @@ def ablation_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def kept_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
+def preserved_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
     """Return what the first networks keep alive: head and rows."""
     head = ["kept alone", "channels", "loss", "accuracy", "above whole [95 %]"]
     return head, [
         [
-            str(kept.components),
-            f"{kept.channels:,}",
-            f"{kept.level.loss:.4f}",
-            f"{kept.level.accuracy:.1%}",
-            str(kept.cost),
+            str(stored.components),
+            f"{stored.channels:,}",
+            f"{stored.level.loss:.4f}",
+            f"{stored.level.accuracy:.1%}",
+            str(stored.cost),
         ]
-        for kept in ablation.preserve
+        for stored in ablation.preserve
     ]
 
 
@@ -120,7 +120,7 @@ def ablation_lines(ablation: Ablation) -> list[str]:
         *table(*ablation_rows(ablation)),
         *_one_by_one(ablation),
         "",
-        *table(*kept_rows(ablation)),
+        *table(*preserved_rows(ablation)),
         "",
         larger,
         ablation.verdict(),
@@ -132,19 +132,19 @@ def _one_by_one(ablation: Ablation) -> list[str]:
     if not ablation.each:
         return []
     first = ablation.each[0].equal
-    found = {
+    results = {
         answer: [str(each.components[0]) for each in ablation.each if each.equal.answer == answer]
         for answer in ("more", "less")
     }
-    told = [
+    message = [
         f"component{'s' * (len(numbers) > 1)} {', '.join(numbers)} {answer}"
-        for answer, numbers in found.items()
+        for answer, numbers in results.items()
         if numbers
     ]
     needed = ""
     if len(first.masks) < first.fewest_masks:
         needed = f"; {first.tests} tests take {first.fewest_masks} random masks (--random)"
-    said = ", ".join(told) or f"none is shown to matter more or less than chance{needed}"
+    said = ", ".join(message) or f"none is shown to matter more or less than chance{needed}"
     return ["", f"One by one, p is corrected for {first.tests} tests: {said}."]
 
 
@@ -160,14 +160,14 @@ def _levels(lesion: Lesion) -> list[str]:
     return [f"{lesion.level.loss:.4f}", f"{lesion.level.accuracy:.1%}"]
 
 
-def _beside(versus: Versus) -> list[str]:
+def _versus_cells(versus: Versus) -> list[str]:
     count = len(versus.masks)
     return [str(versus.difference), f"{count - versus.at_least} of {count}", f"{versus.p:.3f}"]
 
 
 def _layers(networks: FunctionalNetworks, component: int) -> str:
-    sizes = {layer: len(found) for layer, found in networks.networks[component].items()}
+    sizes = {layer: len(matches) for layer, matches in networks.networks[component].items()}
     order = sorted(sizes, key=lambda layer: (-sizes[layer], layer))
-    told = [f"{layer} ({sizes[layer]})" for layer in order[:MOST_LAYERS]]
+    notice = [f"{layer} ({sizes[layer]})" for layer in order[:MOST_LAYERS]]
     more = f" and {len(order) - MOST_LAYERS} more" if len(order) > MOST_LAYERS else ""
-    return ", ".join(told) + more
+    return ", ".join(notice) + more

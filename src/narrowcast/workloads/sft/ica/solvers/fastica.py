@@ -9,8 +9,8 @@ from torch import Tensor
 from narrowcast.workloads.sft.ica.solvers.contrast import Contrast
 from narrowcast.workloads.sft.ica.solvers.rotation import (
     Rotations,
+    compute_sources,
     nearest_rotation,
-    sources_of,
 )
 
 
@@ -35,34 +35,34 @@ def fastica_deflation(
     white: Tensor, start: Tensor, contrast: Contrast, *, max_iter: int, tol: float
 ) -> Rotations:
     """Find one component after another, each orthogonal to those before."""
-    found = start[..., :0, :]
+    result = start[..., :0, :]
     worst = torch.zeros(start.shape[:-2], dtype=start.dtype, device=start.device)
     slowest = 0
-    for place in range(start.shape[-2]):
-        now = _apart(start[..., place : place + 1, :], found)
+    for location in range(start.shape[-2]):
+        now = _orthogonalise(start[..., location : location + 1, :], result)
         change = torch.full_like(worst, torch.inf)
         iterations = 0
         while iterations < max_iter and bool((change > tol).any()):
             iterations += 1
-            moved = _apart(_newton(now, white, contrast), found)
+            moved = _orthogonalise(_newton(now, white, contrast), result)
             turned = ((moved * now).sum(-1).abs() - 1).abs().amax(-1)
             going = change > tol
             now = torch.where(going[..., None, None], moved, now)
             change = torch.where(going, turned, change)
-        found = torch.cat([found, now], -2)
+        result = torch.cat([result, now], -2)
         worst, slowest = torch.maximum(worst, change), max(slowest, iterations)
-    return Rotations(matrices=found, iterations=slowest, change=worst, converged=worst <= tol)
+    return Rotations(matrices=result, iterations=slowest, change=worst, converged=worst <= tol)
 
 
 def _newton(rotation: Tensor, white: Tensor, contrast: Contrast) -> Tensor:
-    slope, curvature = contrast.slopes(sources_of(rotation, white))
+    slope, curvature = contrast.slopes(compute_sources(rotation, white))
     mean = (slope @ white.transpose(-1, -2) / white.shape[-1]).to(rotation.device)
     return mean - curvature[..., None].to(rotation.device) * rotation
 
 
-def _apart(row: Tensor, found: Tensor) -> Tensor:
+def _orthogonalise(row: Tensor, matched: Tensor) -> Tensor:
     """Return a row of length 1 that is orthogonal to those found."""
-    rest = row - (row @ found.transpose(-1, -2)) @ found
-    rest = rest - (rest @ found.transpose(-1, -2)) @ found  # what rounding left of the first
+    rest = row - (row @ matched.transpose(-1, -2)) @ matched
+    rest = rest - (rest @ matched.transpose(-1, -2)) @ matched  # what rounding left of the first
     length: Tensor = rest.norm(dim=-1, keepdim=True)
     return rest / length

@@ -10,8 +10,8 @@ from torch import Tensor
 from narrowcast.workloads.sft.ica.solvers.contrast import Contrast
 from narrowcast.workloads.sft.ica.solvers.rotation import (
     Rotations,
+    compute_sources,
     nearest_rotation,
-    sources_of,
 )
 
 MEMORY = 7
@@ -76,7 +76,7 @@ class _Memory:
 
 def _slopes(now: Tensor, white: Tensor, contrast: Contrast) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sign of each source's contrast, the gradient, and the curvature of its pairs."""
-    sources = sources_of(now, white)
+    sources = compute_sources(now, white)
     slope, slope_of_slope = contrast.slopes(sources)
     cross = (slope @ sources.transpose(-1, -2) / sources.shape[-1]).to(now.device)
     kappa = slope_of_slope.to(now.device) - cross.diagonal(dim1=-2, dim2=-1)
@@ -97,7 +97,7 @@ def _search(
     """
 
     def value(rotation: Tensor) -> Tensor:
-        values = contrast.value(sources_of(rotation, white))
+        values = contrast.value(compute_sources(rotation, white))
         return (sign * values.to(now.device)).sum(-1)
 
     before = value(now)

@@ -43,7 +43,7 @@ def random_rotations(
     return nearest_rotation(drawn)
 
 
-def sources_of(rotation: Tensor, white: Tensor) -> Tensor:
+def compute_sources(rotation: Tensor, white: Tensor) -> Tensor:
     """Return the sources (…, components, rows), where the signals are."""
     return rotation.to(white.device) @ white
 

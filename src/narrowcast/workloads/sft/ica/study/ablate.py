@@ -7,12 +7,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica.arguments import check_number, check_type, check_whole
-from narrowcast.workloads.sft.ica.entry import refuse_misfit
+from narrowcast.workloads.sft.ica.entry import check_fit
 from narrowcast.workloads.sft.ica.masks import Masks, random_like
 from narrowcast.workloads.sft.ica.networks import Channels, FunctionalNetworks
-from narrowcast.workloads.sft.ica.study.ablation import Ablation, Interval, Kept, Lesion, Versus
+from narrowcast.workloads.sft.ica.study.ablation import (
+    Ablation,
+    Interval,
+    KeepOnlyResult,
+    Lesion,
+    Versus,
+)
 from narrowcast.workloads.sft.ica.study.bootstrap import difference
 from narrowcast.workloads.sft.ica.study.scores import Document, Scores, learnt, score
 
@@ -54,8 +60,8 @@ def ablate(
     check_whole("random_masks", random_masks, least=1)
     if share_masks is not None:
         check_whole("share_masks", share_masks, least=1)
-    refuse_misfit(networks, model)
-    _refuse_little(documents, share)
+    check_fit(networks, model)
+    _check_sample_size(documents, share)
     chosen = networks.components if components is None else tuple(dict.fromkeys(components))
     singles = [(number,) for number in chosen] if one_by_one and len(chosen) > 1 else []
     points = _points(len(chosen)) if keep is None else [n for n in keep if n <= len(chosen)]
@@ -68,7 +74,7 @@ def ablate(
         lesion, scores = bench.lesion(chosen, random_masks)
         larger = bench.versus(scores, bench.share_of_each(share), larger_ones)
         each = [bench.lesion(one, random_masks, tests=len(singles))[0] for one in singles]
-        kept = [bench.kept(chosen[:count]) for count in points]
+        stored = [bench.keep_only(chosen[:count]) for count in points]
     return Ablation(
         model=name,
         data=data,
@@ -82,7 +88,7 @@ def ablate(
         share=share,
         larger=larger,
         each=tuple(each),
-        preserve=tuple(kept),
+        preserve=tuple(stored),
     )
 
 
@@ -117,14 +123,14 @@ class _Bench:
         """Silence networks, and then random channels in their place."""
         channels = self._networks.channels(components)
         scores = self._silenced(channels)
-        found = Lesion(
+        result = Lesion(
             components=tuple(components),
             channels=_count(channels),
             level=scores.level,
             cost=self._above_whole(scores),
             equal=self.versus(scores, channels, random_masks, tests=tests),
         )
-        return found, scores
+        return result, scores
 
     def versus(
         self, scores: Scores, like: Channels, random_masks: int, *, tests: int = 1
@@ -143,11 +149,11 @@ class _Bench:
             tests=tests,
         )
 
-    def kept(self, components: Sequence[int]) -> Kept:
+    def keep_only(self, components: Sequence[int]) -> KeepOnlyResult:
         """Silence all channels that were looked at but those of networks."""
         channels = self._networks.channels(components)
         scores = self._silenced(self._networks.others(channels))
-        return Kept(
+        return KeepOnlyResult(
             components=len(components),
             channels=_count(channels),
             level=scores.level,
@@ -173,22 +179,22 @@ class _Bench:
         return difference(scores.losses, self.whole.losses[None], scores.tokens, seed=self._seed)
 
 
-def _refuse_little(documents: Sequence[Document], share: float) -> None:
+def _check_sample_size(documents: Sequence[Document], share: float) -> None:
     for each in documents:
         if not isinstance(each, Mapping) or "labels" not in each:
-            raise RecipeError(
+            raise ConfigError(
                 "documents must have input_ids and labels, got one without. Write document(ids) of "
                 "narrowcast.workloads.sft.ica.study.documents."
             )
     if len(documents) < 2:
-        raise RecipeError(
+        raise ConfigError(
             f"{len(documents)} documents say nothing of how much chance there is in a loss; give "
             "more, or a smaller --max-length, which cuts a text into more of them"
         )
     if empty := [i for i, each in enumerate(documents) if not learnt(each)]:
-        raise RecipeError(f"document {empty[0]} has no token to predict; leave it out")
+        raise ConfigError(f"document {empty[0]} has no token to predict; leave it out")
     if not 0 < check_number("share", share, "a number above 0 and up to 1") <= 1:
-        raise RecipeError(f"a random share of {share}; write one above 0 and up to 1")
+        raise ConfigError(f"a random share of {share}; write one above 0 and up to 1")
 
 
 def _points(count: int) -> list[int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, final, get_args, get_origin, get_type_hints
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import ConfigError
 from narrowcast.plain_files import read_plain
 from narrowcast.runs import strict_json
 from narrowcast.runs.writing import replace_file
@@ -109,7 +109,7 @@ class Lesion:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class KeepOnlyResult:
     """All channels silenced but those of the first networks."""
 
     components: int
@@ -141,14 +141,14 @@ class Ablation:
     """The same lesion beside random masks of that share."""
     each: tuple[Lesion, ...] = ()
     """The networks one by one."""
-    preserve: tuple[Kept, ...] = ()
+    preserve: tuple[KeepOnlyResult, ...] = ()
 
     def verdict(self) -> str:
         """Say in a sentence what the networks are worth."""
-        found, versus = self.lesion, self.lesion.equal
+        result, versus = self.lesion, self.lesion.equal
         what = (
-            f"silencing {_components(found.components)}, {found.channels:,} of {self.channels:,} "
-            f"channels ({found.channels / self.channels:.1%}), costs {found.cost} nats a token, "
+            f"silencing {_components(result.components)}, {result.channels:,} of {self.channels:,} "
+            f"channels ({result.channels / self.channels:.1%}), costs {result.cost} nats a token, "
             f"which differs by {versus.difference} from as many channels drawn by chance in each "
             "layer"
         )
@@ -184,15 +184,15 @@ def load_ablation(path: Path) -> Ablation:
     try:
         value = strict_json.loads(read_plain(path).decode())
     except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except (json.JSONDecodeError, UnicodeError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{path} is no JSON: {error}") from None
+        raise ConfigError(f"{path} is no JSON: {error}") from None
     if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
-        raise RecipeError(f"{path} is no ablation; `narrowcast ica ablate` writes one")
+        raise ConfigError(f"{path} is no ablation; `narrowcast ica ablate` writes one")
     try:
         return _read(value, Ablation)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RecipeError(f"{path} is no whole ablation ({error!r}); make it again") from None
+        raise ConfigError(f"{path} is no whole ablation ({error!r}); make it again") from None
 
 
 def _read(value: Any, kind: type[_Value]) -> _Value:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.config.files import missing_files
-from narrowcast.errors import RecipeError
-from narrowcast.plain_files import path_of, read_plain
+from narrowcast.errors import ConfigError
+from narrowcast.plain_files import expand_path, read_plain
 from narrowcast.workloads.sft.data.packing import IGNORED
 from narrowcast.workloads.sft.data.prepare import prepare_data
 from narrowcast.workloads.sft.data.settings import SftData, may_be_on_the_hub
@@ -26,7 +26,7 @@ class Documents:
     """What was drawn, and what there is to tell of it."""
 
     documents: tuple[Document, ...]
-    found: int
+    available: int
     """Documents there were to draw from."""
     notes: tuple[str, ...] = ()
 
@@ -36,7 +36,7 @@ class Documents:
         return sum(each["input_ids"].numel() for each in self.documents)
 
 
-def documents_of(
+def draw_documents(
     paths: Sequence[str],
     tokenizer: Any,
     *,
@@ -49,25 +49,25 @@ def documents_of(
 
     Every token of a text is predicted, and of a conversation those that would be learnt.
     """
-    plain = [path_of(path).suffix.lower() in TEXT for path in paths]
+    plain = [expand_path(path).suffix.lower() in TEXT for path in paths]
     if not paths or (any(plain) and not all(plain)):
-        raise RecipeError("give texts (.txt) or rows (.json, .jsonl, .csv, .parquet), not both")
+        raise ConfigError("give texts (.txt) or rows (.json, .jsonl, .csv, .parquet), not both")
     notes: tuple[str, ...] = ()
     if all(plain):
-        rows = [row for path in paths for row in _windows(path_of(path), tokenizer, max_length)]
+        rows = [row for path in paths for row in _windows(expand_path(path), tokenizer, max_length)]
     else:
         rows, notes = _conversations(tuple(paths), tokenizer, max_length, seed)
     generator = torch.Generator().manual_seed(seed)
     drawn = sorted(torch.randperm(len(rows), generator=generator)[:samples].tolist())
     chosen = _within([rows[number] for number in drawn], tokens)
-    return Documents(documents=tuple(chosen), found=len(rows), notes=notes)
+    return Documents(documents=tuple(chosen), available=len(rows), notes=notes)
 
 
 def check_documents(paths: Sequence[str]) -> None:
     """Raise if a local file is missing, before a model is loaded or downloaded."""
-    local = [p for p in paths if path_of(p).suffix.lower() in TEXT or not may_be_on_the_hub(p)]
+    local = [p for p in paths if expand_path(p).suffix.lower() in TEXT or not may_be_on_the_hub(p)]
     if missing := missing_files(local):
-        raise RecipeError(f"{missing[0]} cannot be read: no such file; write an existing path")
+        raise ConfigError(f"{missing[0]} cannot be read: no such file; write an existing path")
 
 
 def document(ids: Sequence[int], learnt: Sequence[bool] | None = None) -> Document:
@@ -78,24 +78,24 @@ def document(ids: Sequence[int], learnt: Sequence[bool] | None = None) -> Docume
     return {"input_ids": tokens, "labels": tokens.where(torch.tensor(learnt)[None], IGNORED)}
 
 
-def inputs_of(documents: Sequence[Document]) -> list[dict[str, Tensor]]:
+def model_inputs(documents: Sequence[Document]) -> list[dict[str, Tensor]]:
     """Return what a model is called with to listen to it."""
     return [{k: v for k, v in each.items() if k != "labels"} for each in documents]
 
 
-def context_of(model: nn.Module) -> int | None:
+def context_length(model: nn.Module) -> int | None:
     """Return how many tokens a model of transformers takes, where it says so."""
     config = getattr(model, "config", None)
-    found = getattr(config, "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
+    result = getattr(config, "max_position_embeddings", None)
+    return result if isinstance(result, int) else None
 
 
-def refuse_strangers(documents: Sequence[Document], model: Any) -> None:
+def check_tokens(documents: Sequence[Document], model: Any) -> None:
     """Refuse tokens that the model has no embedding for: the tokenizer is another model's."""
     table = model.get_input_embeddings().weight.shape[0]
     highest = max(int(each["input_ids"].max()) for each in documents)
     if highest >= table:
-        raise RecipeError(
+        raise ConfigError(
             f"the tokenizer gives token {highest}, and the model has embeddings of {table}; use "
             "the tokenizer that belongs to the model"
         )
@@ -105,15 +105,15 @@ def _windows(path: Path, tokenizer: Any, length: int) -> list[Document]:
     try:
         text = read_plain(path).decode()
     except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path} is no text in UTF-8: {error}") from None
+        raise ConfigError(f"{path} is no text in UTF-8: {error}") from None
     ids = tokenizer(text, verbose=False)["input_ids"]
     windows = [ids[start : start + length] for start in range(0, len(ids), length)]
-    found = [document(each) for each in windows if len(each) > 1]
-    if not found:
-        raise RecipeError(f"{path} has {len(ids)} tokens; give a text of two or more")
-    return found
+    matches = [document(each) for each in windows if len(each) > 1]
+    if not matches:
+        raise ConfigError(f"{path} has {len(ids)} tokens; give a text of two or more")
+    return matches
 
 
 def _conversations(
@@ -128,18 +128,18 @@ def _conversations(
     )
     data = prepare_data(settings, tokenizer, seed=seed)
     rows = [data.train.rows.row(number) for number in range(len(data.train.rows))]
-    found = [document(tokens.tolist(), learnt.tolist()) for tokens, learnt in rows]
-    return found, tuple(data.report.lines())
+    matched = [document(tokens.tolist(), learnt.tolist()) for tokens, learnt in rows]
+    return matched, tuple(data.report.lines())
 
 
 def _within(rows: Sequence[Document], tokens: int | None) -> Sequence[Document]:
     """Return documents up to so many tokens; the last is cut, unless nothing is left to predict."""
     if tokens is None:
         return rows
-    found, left = [], tokens
+    result, left = [], tokens
     for row in rows:
         cut = {name: each[:, :left] for name, each in row.items()}
         if left > 1 and bool((cut["labels"][:, 1:] != IGNORED).any()):
-            found.append(cut)
+            result.append(cut)
         left -= row["input_ids"].numel()
-    return found
+    return result

@@ -40,8 +40,8 @@ def score(model: nn.Module, documents: Sequence[Document]) -> Scores:
     """Return how well a model predicts documents, each by itself. Waits for the device."""
     device = next(model.parameters()).device
     with in_eval_mode(model):
-        found = [_scored(model, batch, device) for batch in _batches(documents)]
-    losses, hits, tokens = torch.cat(found, 1).cpu().numpy()
+        matches = [_scored(model, batch, device) for batch in _batches(documents)]
+    losses, hits, tokens = torch.cat(matches, 1).cpu().numpy()
     return Scores(losses=np.array(losses), hits=np.array(hits), tokens=np.array(tokens))
 
 
@@ -70,9 +70,9 @@ def _joined(documents: Sequence[Document]) -> dict[str, Tensor]:
 
 def _scored(model: Any, batch: Document, device: torch.device) -> Tensor:
     """Return losses, hits and tokens of each document of a batch, (3, documents)."""
-    given = {name: each.to(device) for name, each in batch.items() if name != "labels"}
+    settings = {name: each.to(device) for name, each in batch.items() if name != "labels"}
     labels = batch["labels"][:, 1:].to(device)
-    logits = model(**given, use_cache=False).logits[:, :-1].float()
+    logits = model(**settings, use_cache=False).logits[:, :-1].float()
     losses = nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED
     ).view_as(labels)
