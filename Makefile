@@ -44,7 +44,8 @@ unit: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "not gpu"
 
 # Wide and quick, for between two edits: laws, policies, steps, checkpoints, one real run.
-SMOKE := laws config numerics cli/test_entry.py cli/test_train.py training/checkpoints
+SMOKE := laws config numerics cli/test_entry.py cli/test_plan.py
+SMOKE += $(addprefix training/checkpoints/,test_checkpoint.py test_resume.py)
 SMOKE += $(addprefix precision/,plan gradients test_resume.py step/test_prepare.py weights/test_master.py)
 smoke: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "not gpu" $(addprefix tests/,$(SMOKE))
