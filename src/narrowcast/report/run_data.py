@@ -41,7 +41,7 @@ SETTINGS: Shape = {
 """Of resolved.json."""
 
 _PLAIN = (str, int, float, bool, NoneType)
-_MODULE = {ANY: _PLAIN, "name": _TEXT, "bytes": {ANY: int}, "kept": {ANY: _PLAIN}}
+_MODULE = {ANY: _PLAIN, "name": _TEXT, "bytes": {ANY: int}, "quantized": {ANY: _PLAIN}}
 
 PLAN: Shape = {
     "policy": _TEXT,
