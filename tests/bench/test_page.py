@@ -10,7 +10,7 @@ from narrowcast.bench.zoo import subject
 from narrowcast.bench.zoo.models import ZOO
 from narrowcast.bench.zoo.ways import KINDS, WAYS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/benchmarks/measuring.md").read_text(encoding="utf-8")
 
 
 def test_the_page_lists_the_peers_and_ways_of_the_code():

@@ -29,7 +29,7 @@ def test_the_python_of_a_page_runs_and_prints_what_is_shown(docs, runnable, tmp_
 
 
 def test_every_loop_that_is_shown_fits_twenty_lines(docs):
-    text = (docs.DOCS / "ideas/loops.md").read_text(encoding="utf-8")
+    text = (docs.DOCS / "concepts/custom-loops.md").read_text(encoding="utf-8")
     shown = re.findall(r"(?ms)^```python\n(.*?)^```$", text)
     assert len(shown) > 15
     assert max(len(body.splitlines()) for body in shown) <= 20
@@ -81,7 +81,7 @@ SMALL = (
 SMALL_SFT = ("steps=6", "batch_size=2", "data.validation_split=0.01", "eval_tasks.samples=0")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/start/recipes.md"])
 def test_commands_typed_in_order_find_the_runs_they_name(docs, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, shown in docs.console_commands(docs.ROOT / name):

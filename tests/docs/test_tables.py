@@ -41,7 +41,7 @@ def test_the_tables_of_settings_are_complete_and_give_the_defaults(docs, tmp_pat
     defaults = load_recipe(bare).resolved()
     rows = [
         row
-        for page in ("quickstart.md", "workloads/lm.md")
+        for page in ("reference/recipe-settings.md", "workloads/lm.md")
         for row in docs.table_rows(docs.DOCS / page, header="| setting |")
     ]
     assert {name.strip("`") for name, *_ in rows} == set(defaults)
@@ -53,7 +53,7 @@ def test_the_tables_of_settings_are_complete_and_give_the_defaults(docs, tmp_pat
 
 
 def test_the_table_of_presets_is_that_of_the_code(docs):
-    rows = docs.table_rows(docs.DOCS / "ideas/policy.md", header="| preset |")
+    rows = docs.table_rows(docs.DOCS / "concepts/policy.md", header="| preset |")
     shown = {name.strip("`"): rest for name, *rest in rows}
     shown.pop("auto", None)
     assert list(shown) == list(PRESETS)
@@ -65,13 +65,13 @@ def test_the_table_of_presets_is_that_of_the_code(docs):
 
 
 def test_the_table_of_roles_names_every_role(docs):
-    rows = docs.table_rows(docs.DOCS / "ideas/policy.md", header="| role |")
+    rows = docs.table_rows(docs.DOCS / "concepts/policy.md", header="| role |")
     roles = [field.name for field in fields(Policy) if field.name != "exceptions"]
     assert [name.strip("`") for name, *_ in rows] == roles
 
 
 def test_the_table_of_formats_has_their_numbers(docs):
-    rows = docs.table_rows(docs.DOCS / "ideas/formats.md", header="| name | exponent")
+    rows = docs.table_rows(docs.DOCS / "concepts/formats.md", header="| name | exponent")
     shown = {name.strip("`"): rest for name, *rest in rows}
     assert list(shown) == [name for name, known in FORMATS.items() if isinstance(known, Format)]
     for name, (exponent, mantissa, *numbers, dtype) in shown.items():
@@ -84,7 +84,7 @@ def test_the_table_of_formats_has_their_numbers(docs):
 
 
 def test_the_table_of_block_formats_has_their_numbers(docs):
-    rows = list(docs.table_rows(docs.DOCS / "ideas/formats.md", header="| name | element"))
+    rows = list(docs.table_rows(docs.DOCS / "concepts/formats.md", header="| name | element"))
     blocks = {name: known for name, known in FORMATS.items() if isinstance(known, BlockFormat)}
     assert [name.strip("`") for name, *_ in rows] == list(blocks)
     for name, element, block, _, bits in rows:
@@ -95,7 +95,7 @@ def test_the_table_of_block_formats_has_their_numbers(docs):
 
 def test_the_bytes_a_weight_are_those_of_the_plan(docs):
     machine = Hardware(device="cpu", name="any", memory_bytes=0)
-    rows = list(docs.table_rows(docs.DOCS / "ideas/master-weights.md", header="| policy | weight"))
+    rows = list(docs.table_rows(docs.DOCS / "guides/master-weights.md", header="| policy | weight"))
     assert rows
     for policy, *shown in rows:
         counted = make_plan(
@@ -107,7 +107,7 @@ def test_the_bytes_a_weight_are_those_of_the_plan(docs):
 
 def test_the_exit_codes_are_those_of_the_errors(docs):
     named = vars(errors)
-    rows = list(docs.table_rows(docs.DOCS / "ideas/checkpoints.md", header="| code |"))
+    rows = list(docs.table_rows(docs.DOCS / "reference/errors.md", header="| code |"))
     pairs = [(int(code), name) for code, _, text in rows for name in docs.IN_CODE.findall(text)]
     assert len(pairs) == 5
     for code, name in pairs:
@@ -115,7 +115,8 @@ def test_the_exit_codes_are_those_of_the_errors(docs):
 
 
 def test_the_reference_has_every_public_name(docs):
-    text = (docs.DOCS / "reference.md").read_text(encoding="utf-8")
+    pages = (docs.DOCS / "reference").glob("*.md")
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     shown = set(re.findall(r"^(?:::: | +heading: )([\w.]+)$", text, re.MULTILINE))
     public = {f"narrowcast.{name}" for name in narrowcast.__all__ if name != "__version__"}
     # A format's own name (E4M3) needs no entry: the formats have a table.
@@ -123,7 +124,7 @@ def test_the_reference_has_every_public_name(docs):
     assert public - {"narrowcast.numerics.Per"} <= shown
 
 
-TASKS_PAGE = "ideas/precision-by-task.md"
+TASKS_PAGE = "concepts/precision-by-task.md"
 
 
 def test_the_table_of_tasks_is_that_of_the_code(docs):

@@ -353,7 +353,7 @@ def test_a_rate_below_the_digits_of_fp32_that_moves_nothing_is_a_finding_only_wi
 @pytest.mark.parametrize("average", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.75)}])
 @pytest.mark.parametrize("policy", ["fp32", "fp32, params=bf16, master=split"])
 def test_torch_s_averaged_model_averages_full_weights(policy, average):
-    """As docs/ideas/master-weights.md says: of copies, which have every digit."""
+    """As docs/guides/master-weights.md says: of copies, which have every digit."""
     net, theirs = model(), model()
     net.insert(1, nn.BatchNorm1d(16))
     theirs.insert(1, nn.BatchNorm1d(16))

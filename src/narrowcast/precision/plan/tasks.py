@@ -244,7 +244,7 @@ def _format(row: TaskRow, size: Size, hardware: Hardware) -> tuple[str, str]:
     """
     has = {name: hardware.support(name).how == "native" for name in ("e4m3", "bf16", "fp16")}
     if _is_cpu(hardware):
-        # Not even where it is fast: see docs/ideas/precision-by-task.md.
+        # Not even where it is fast: see docs/concepts/precision-by-task.md.
         has["fp16"] = False
     not_wanted = ""
     if row.wants == "fp8":
