@@ -60,5 +60,5 @@ def test_a_section_of_a_report_that_fails_is_told_and_the_page_is_made(tmp_path)
     (tmp_path / "misread.json").write_text("{<b>")
     resolved = {"workload": {"value": "tutorial", "origin": "tutorial.yaml"}}
     (section,) = report_sections(resolved, tmp_path, [])
-    assert section.title == "tutorial: its section failed"
+    assert section.title == "tutorial: report section failed"
     assert "JSONDecodeError" in section.html

@@ -55,7 +55,9 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> config.Loa
     from narrowcast import config
 
     if isinstance(overrides, str):
-        raise ConfigError(f"overrides are a list of KEY=VALUE words; write [{overrides!r}]")
+        raise ConfigError(
+            f"overrides must be a list of KEY=VALUE, got a str. Write [{overrides!r}]."
+        )
 
     return config.load_recipe(source, overrides, sections=workload_sections, shipped=recipe_files())
 
@@ -73,8 +75,8 @@ def build_task(recipe: config.Recipe, *, device: torch.device) -> Task:
         task = build(recipe, device=device)
     if not isinstance(task, Task):
         raise ConfigError(
-            f"workload {recipe.workload} returns a {type(task).__name__} for its task; it must be "
-            "a narrowcast.Task"
+            f"The task function of workload {recipe.workload} must return a narrowcast.Task, got "
+            f"a {type(task).__name__}."
         )
     get_groups(task)
     return task
@@ -97,7 +99,7 @@ def report_sections(
     try:
         sections = list(known[name].load("report")(folder, records))
         if strange := [each for each in sections if not isinstance(each, ReportSection)]:
-            raise TypeError(f"a {type(strange[0]).__name__} is no ReportSection")
+            raise TypeError(f"sections must be ReportSection, got a {type(strange[0]).__name__}")
         return sections
     except UnsupportedError:  # what it needs is not installed here
         return ()
@@ -105,4 +107,4 @@ def report_sections(
         from html import escape
 
         text = escape(f"{type(error).__name__}: {error}")
-        return [ReportSection(title=f"{name}: its section failed", html=f"<p>{text}</p>")]
+        return [ReportSection(title=f"{name}: report section failed", html=f"<p>{text}</p>")]

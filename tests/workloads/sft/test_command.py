@@ -114,7 +114,7 @@ def test_ablate_says_it_in_a_sentence_and_writes_what_it_measured(shelf, ica, tm
     written = ["-o", tmp_path / "a.json", "--html", tmp_path / "a.html"]
     code, out, _ = ica(*words, *written)
     assert code == 0
-    assert "silencing components 0, 2, " in out.splitlines()[-3]
+    assert "ablating components 0, 2, " in out.splitlines()[-3]
     found = json.loads((tmp_path / "a.json").read_text())
     assert len(found["lesion"]["equal"]["masks"]) == 3
     code, out, _ = ica(*words, "--json")

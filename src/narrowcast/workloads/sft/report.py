@@ -1,4 +1,4 @@
-"""What the report of a fine-tuning run adds: its data, what was measured, and samples."""
+"""Report sections of a fine-tuning run: data, metrics, samples and functional networks."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,7 +10,7 @@ from narrowcast.workloads.sft.judge import report as judged
 
 
 def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
-    """Return the sections, of what the folder has."""
+    """Return the sections that the run folder has data for."""
     own = (networks, judged)
     return [
         *_folder_sections(folder),
@@ -23,4 +23,4 @@ def _folder_sections(folder: Path) -> list[ReportSection]:
     if not lines:
         return []
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return [ReportSection(title="What is trained, and on what", html=f"<ul>{items}</ul>")]
+    return [ReportSection(title="Model and data", html=f"<ul>{items}</ul>")]

@@ -8,9 +8,9 @@ import pytest
 from narrowcast.workloads.decompose.report import schema, sections
 from narrowcast.workloads.decompose.report.heat import heat_map
 
-FOUND, MASKS = "What was found", "What the target makes of masks"
-IMPORTANCES, COMPONENTS = "Causal importances", "Components beside the target"
-DENSITIES, COURSE = "How often components are in use", "On the way there"
+FOUND, MASKS = "Results", "Loss by mask"
+IMPORTANCES, COMPONENTS = "Causal importances", "Largest components"
+DENSITIES, COURSE = "Activation density of components", "Metrics during training"
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_table_has_what_was_measured_of_each_site_over_all_seeds(drawn, toy)
 
 def test_each_seed_has_its_verdict_and_what_came_from_elsewhere_is_escaped(drawn, toy):
     html = drawn(toy)[FOUND]
-    assert "2 of 3 seeds found the ground truth" in html
+    assert "2 of 3 seeds match the ground truth" in html
     assert html.count('<li class="good">') == 2
     assert '<li class="bad">seed 2: identity error 2 in linear1: &lt;b&gt;' in html
 
@@ -71,7 +71,7 @@ def test_importances_of_a_perfect_seed_are_a_diagonal_of_full_tints(drawn, toy):
     first = drawn(toy)[IMPORTANCES].split("<h3>")[1]
     tints = painted(first)
     assert {at for at, tint in tints.items() if tint == 1} == {(each, each) for each in range(5)}
-    assert "5 of 5 rows have a component beyond 0.9; 15 of 20 columns stay below 0.1" in first
+    assert "5 of 5 rows have a component above 0.9; 15 of 20 columns stay below 0.1" in first
 
 
 def test_components_stand_beside_what_they_are_in_the_target(drawn, toy):
@@ -86,7 +86,7 @@ def test_a_component_that_is_always_in_use_is_said_to_be(drawn, toy):
     site = toy.sites[0]
     always = site.largest[0].model_copy(update={"density": 1.0})
     site = site.model_copy(update={"largest": (always,)})
-    assert "in use 100 %" in drawn(toy.model_copy(update={"sites": (site,)}))[COMPONENTS]
+    assert "active 100 %" in drawn(toy.model_copy(update={"sites": (site,)}))[COMPONENTS]
 
 
 def test_bars_are_as_many_as_bins_that_hold_something(drawn, language):
@@ -95,12 +95,12 @@ def test_bars_are_as_many_as_bins_that_hold_something(drawn, language):
     heights = [float(h) for h in re.findall(r'height="([\d.]+)" style="fill:var', first)]
     assert len(heights) == (counts > 0).sum()
     assert np.array(heights) / max(heights) == pytest.approx(counts / counts.max(), abs=0.01)
-    assert "3,100 never in use" in first
+    assert "3,100 never active" in first
 
 
 def test_losses_by_mask_are_the_table_that_people_publish(drawn, language):
     head, target, ci, zero, *pgd = rows_of(drawn(language)[MASKS])
-    assert head[0] == "masks"
+    assert head[0] == "mask"
     assert target == ["target", "2.710", "", "", ""]
     assert ci == ["ci", "2.990", "0.3000", "+0.280", "6.0%"]
     assert zero[-1] == "100.0%"
@@ -109,7 +109,7 @@ def test_losses_by_mask_are_the_table_that_people_publish(drawn, language):
 
 def test_a_model_of_24_sites_says_what_is_left_out_and_stays_small(drawn, language):
     found = drawn(language)
-    assert "The first 6 of 24 sites are drawn." in found[COMPONENTS]
+    assert "Showing the first 6 of 24 sites." in found[COMPONENTS]
     assert IMPORTANCES not in found
     assert "expected" not in found[FOUND]
     assert sum(map(len, found.values())) < 2 * 2**20

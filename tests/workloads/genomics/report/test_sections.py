@@ -66,8 +66,8 @@ def table(html):
 
 def test_measures_of_both_sets_are_those_that_were_judged(finished):
     folder = finished("pairs")
-    head, *rows = table(drawn(folder)["Measures"])
-    assert head == ["measure", "validation, 8 rows", "test, 19 rows"]
+    head, *rows = table(drawn(folder)["Metrics"])
+    assert head == ["metric", "validation, 8 rows", "test, 19 rows"]
     assert rows[0] == [
         "MCC",
         *(f"{judged(folder, part)['measured']['mcc']:.4f}" for part in ("validation", "test")),
@@ -76,11 +76,11 @@ def test_measures_of_both_sets_are_those_that_were_judged(finished):
 
 def test_the_table_of_confusions_has_the_counts_and_their_sums(finished):
     folder = finished("values"), finished("pairs")
-    assert "Who was taken for whom" not in drawn(folder[0])
-    html = drawn(folder[1])["Who was taken for whom"]
+    assert "Confusion matrix" not in drawn(folder[0])
+    html = drawn(folder[1])["Confusion matrix"]
     first = table(html.partition("</table>")[0])
     told = judged(folder[1])["confusion"]
-    assert first[0] == ["true \\ found", *told["classes"], "all"]
+    assert first[0] == ["true \\ predicted", *told["classes"], "total"]
     counts = [[int(cell) for cell in row[1:]] for row in first[1:]]
     assert [row[:-1] for row in counts] == told["counts"]
     assert [row[-1] for row in counts] == [sum(row) for row in told["counts"]]
@@ -89,7 +89,7 @@ def test_the_table_of_confusions_has_the_counts_and_their_sums(finished):
 
 def test_a_curve_goes_through_its_points_and_the_legend_has_its_area(finished):
     folder = finished("pairs")
-    html = drawn(folder)["Precision by recall"].partition("<h3>Test")[0]
+    html = drawn(folder)["Precision-recall curve"].partition("<h3>Test")[0]
     curves = judged(folder)["curves"]["classes"]
     lines = re.findall(r'<polyline points="([^"]+)"', html)
     assert len(lines) == len(curves)
@@ -119,23 +119,23 @@ def test_the_cloud_has_a_dot_for_each_prediction_and_spearman(finished):
 
 def test_tracks_are_as_long_as_the_runs_of_classes(finished):
     folder = finished("letters")
-    html = drawn(folder)["Classes along sequences"]
+    html = drawn(folder)["Annotation tracks"]
     told = judged(folder)["tracks"]
     bars = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', html)]
     runs = [length for row in told["rows"] for key in ("truth", "found") for _, length in row[key]]
     assert len(bars) == len(runs) > 100
-    share = (960 - 8 - 56) / 50  # of the width of the drawing, for 50 letters
+    share = (960 - 8 - 76) / 50  # of the width of the drawing, for 50 letters
     assert bars == pytest.approx([share * length for length in runs], abs=0.11)
     assert "strong" in html
     found = [[kind for kind, n in row["found"] for _ in range(n)] for row in told["rows"]]
     truth = [[kind for kind, n in row["truth"] for _ in range(n)] for row in told["rows"]]
     right = np.mean(np.array(found[0]) == np.array(truth[0]))
-    assert f"{right:.0%} of them were found as they are" in html
+    assert f"{right:.0%} predicted correctly" in html
 
 
 def test_bars_of_letters_are_as_high_as_what_they_add(finished):
     folder = finished("pairs")
-    html = drawn(folder)["Letters that count"]
+    html = drawn(folder)["In-silico mutagenesis"]
     variants = judged(folder, "test")["saliency"]
     picture = re.findall(r"<svg.*?</svg>", html)[0]
     heights = [float(h) for h in re.findall(r'height="([\d.]+)" style="fill:var\(--group', picture)]
@@ -152,11 +152,11 @@ def test_bars_of_letters_are_as_high_as_what_they_add(finished):
 
 def test_samples_are_shown_with_their_spectrum(finished):
     folder = finished("base")
-    html = drawn(folder)["What the network writes"]
+    html = drawn(folder)["Generated sequences"]
     told = judged(folder)["written"]
     spectrum = told["spectrum"]
     expected = np.corrcoef(spectrum["held_out"], spectrum["written"])[0, 1]
-    assert f"Shares of 3-mers correlate by {expected:.3f}." in html
+    assert f"Correlation of 3-mer frequencies: {expected:.3f}." in html
     for sample in told["samples"]:
         text = sample["written"]
         assert f"{sample['prompt']}</span>{text}</pre>" in html
@@ -182,32 +182,32 @@ def test_ticks_are_few_round_and_inside(low, high):
 def test_a_run_that_has_not_ended_has_no_pictures(copied):
     folder = copied("pairs")
     (folder / "judged.json").unlink()
-    assert list(drawn(folder)) == ["What is trained, and on what"]
+    assert list(drawn(folder)) == ["Model and data"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"validation": 3}', '{"validation": {}}', "NaN"])
 def test_a_damaged_file_is_a_sentence(copied, text):
     folder = copied("pairs")
     (folder / "judged.json").write_text(text)
-    assert "judged.json" in drawn(folder)["Measures"]
+    assert "judged.json" in drawn(folder)["Metrics"]
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "title"),
     [
         ("pairs", {"confusion": {"classes": ["a"], "counts": [[1], [2]]}},
-         "Who was taken for whom"),
-        ("pairs", {"curves": {"classes": {"a": {}}, "others": None}}, "Precision by recall"),
+         "Confusion matrix"),
+        ("pairs", {"curves": {"classes": {"a": {}}, "others": None}}, "Precision-recall curve"),
         ("values", {"points": [[1], [2]]}, "Predicted and true values"),
         ("letters", {"tracks": {"rows": [{"truth": [[9, 10**12]], "found": [[0, 1]]}]}},
-         "Classes along sequences"),
-        ("base", {"written": {"samples": [], "spectrum": {"k": "x"}}}, "What the network writes"),
+         "Annotation tracks"),
+        ("base", {"written": {"samples": [], "spectrum": {"k": "x"}}}, "Generated sequences"),
     ],
 )  # fmt: skip
 def test_a_damaged_part_is_a_sentence_and_the_rest_is_drawn(copied, name, changes, title):
     found = drawn(copied(name, **changes))
     assert "judged.json is damaged" in found[title]
-    assert "<table" in found["Measures"]
+    assert "<table" in found["Metrics"]
 
 
 def test_values_that_are_not_finite_are_said_to_be(copied):

@@ -31,7 +31,8 @@ def test_rows_become_batches_to_train_and_to_validate_on(write, settings, tokeni
     assert (report.rows_read, report.train_rows, report.validation_rows) == (40, 36, 4)
     assert report.tokens == len(data.train.rows.tokens)
     assert report.lines()[0] == (
-        "40 rows read as question+answer, written as basic: 36 to train on, 4 to validate on"
+        "40 rows read as question+answer, rendered with template basic: "
+        "36 training rows, 4 validation rows"
     )
 
 
@@ -49,7 +50,7 @@ def test_files_of_different_formats_go_together(write, settings, tokenizer, tmp_
     report = prepare_data(given, tokenizer, seed=0).report
     assert report.formats == ("prompt+completion", "question+answer")
     assert (report.train_rows, report.validation_rows, report.repeated_rows) == (4, 3, 1)
-    assert "1 rows to validate on are trained on too" in report.lines()
+    assert "1 validation rows are also training rows" in report.lines()
 
 
 EMPTY = [

@@ -105,12 +105,15 @@ def test_a_bar_reaches_as_far_as_its_number():
     ("changes", "said"),
     [
         ({}, "These networks matter more than random ones of the same size: "),
-        ({"difference": (0.1, -0.1, 0.3)}, "That these networks matter more or less than random"),
-        ({"at_least": 1}, "That these networks matter more or less than random ones is not shown"),
+        (
+            {"difference": (0.1, -0.1, 0.3)},
+            "These networks do not differ significantly from random",
+        ),
+        ({"at_least": 1}, "These networks do not differ significantly from random ones"),
         ({"difference": (-0.5, -0.6, -0.4), "at_least": 39}, "These networks matter less than "),
         (
             {"difference": (-0.5, -0.6, -0.4), "at_least": 38},
-            "That these networks matter more or less than random ones is not shown",
+            "These networks do not differ significantly from random ones",
         ),
     ],
 )
@@ -132,8 +135,8 @@ def test_sections_are_a_pure_function_of_the_folder_and_hold_no_markup_of_the_da
     titles = [each.title for each in found]
     assert titles == [
         "Functional networks",
-        "With masks and without",
-        "What the networks are worth",
+        "Evaluation with and without masks",
+        "Ablation of each network",
     ]
     text = "".join(each.html for each in found)
     assert "a &lt;b&gt; model" in text

@@ -1,4 +1,4 @@
-"""What the report of a decomposition adds: a pure function of its folder, drawn as HTML and SVG."""
+"""Report sections of a decomposition, as HTML and SVG; a pure function of the run folder."""
 
 from narrowcast.workloads.decompose.report.sections import sections
 

@@ -1,4 +1,4 @@
-"""Curves of a decomposition: how often components are in use, and how a run came to be so."""
+"""Charts of a decomposition: activation densities, and metrics during training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ def trajectory_chart(message: Trajectory) -> str:
     named = [(colour(position), site) for position, site in enumerate(shown)]
     left_out = len(message.curves) - len(shown)
     if left_out:
-        named.append(("transparent", f"and {left_out} more that are not drawn"))
+        named.append(("transparent", f"{left_out} more not shown"))
     return chart + (legend(named) if set(message.curves) != {WHOLE} else "")
 
 
@@ -120,7 +120,7 @@ def density_chart(result: Histogram, name: str) -> str:
     marks.append(text_mark(x.end, y.start + 36, "share of positions", anchor="end"))
     used = sum(result.counts)
     alt = (
-        f"Components of {name} by the share of positions at which they are in use: {used:,} are "
-        f"used, {result.never:,} never."
+        f"Components of {name} by the share of positions at which they are active: {used:,} are "
+        f"active, {result.never:,} never."
     )
     return drawing(marks, width=WIDTH, height=182, alt=alt, most=WIDTH * 1.2)

@@ -27,13 +27,13 @@ MOST_DRAWN, MOST_COMPARED = 24, 6
 70 kB of them: of all sites of a large model they would be more than the file may hold."""
 
 TRAJECTORIES: Mapping[str, str] = {
-    "l0": "Components in use at a position (L0)",
-    "alive": "Components alive",
-    "identity_error": "Importances that are wrong",
-    "right": "Share of seeds that are right",
-    "stochastic": "Divergence under random masks",
-    "unmasked": "Divergence of the sums of components",
-    "faithfulness": "Faithfulness: what is left of the weights",
+    "l0": "Active components per position (L0)",
+    "alive": "Alive components",
+    "identity_error": "Identity error (wrong importances)",
+    "right": "Share of correct seeds",
+    "stochastic": "Divergence with random masks",
+    "unmasked": "Divergence without masks",
+    "faithfulness": "Faithfulness loss (weight residual)",
     "kl": "KL divergence from the target",
     "ce": "Cross-entropy",
 }

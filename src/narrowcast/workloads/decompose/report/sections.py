@@ -1,4 +1,4 @@
-"""The sections themselves, each of one thing that `decomposition.json` or the records tell."""
+"""The sections of a decomposition report, drawn from `decomposition.json` and the records."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -26,21 +26,21 @@ HIGH, LOW = 0.9, 0.1
 
 
 def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
-    """Return the sections, of what the folder has; what cannot be read is a sentence."""
+    """Return the sections that the run folder has data for; an unreadable file becomes text."""
     charts = curves.trajectories(records)
     courses = []
     if charts:
         drawn = _side_by_side(
             [(message.title, curves.trajectory_chart(message)) for message in charts]
         )
-        courses = [ReportSection(title="On the way there", html=drawn)]
+        courses = [ReportSection(title="Metrics during training", html=drawn)]
     try:
         result = read(folder)
     except FileNotFoundError:  # the run has not ended
         return courses
     except (OSError, ValueError, RecursionError) as error:
         said = f"{FILE} cannot be read: {str(error).splitlines()[0]}"
-        return [ReportSection(title="What was found", html=f"<p>{escape(said)}</p>"), *courses]
+        return [ReportSection(title="Results", html=f"<p>{escape(said)}</p>"), *courses]
     own = [
         ReportSection(title=title, html=html)
         for title, draw in DRAWN.items()
@@ -58,7 +58,7 @@ def _result_text(matched: Decomposition) -> str:
     judged = [verdict.right for verdict in matched.verdicts if verdict.right is not None]
     lead = escape(matched.target)
     if len(judged) > 1:
-        lead += f": {sum(judged)} of {len(judged)} seeds found the ground truth."
+        lead += f": {sum(judged)} of {len(judged)} seeds match the ground truth."
     parts = [f'<p class="lead">{lead}</p>']
     if said:
         parts.append(f'<ul class="told">{"".join(said)}</ul>')
@@ -69,13 +69,13 @@ def _result_text(matched: Decomposition) -> str:
             f"<h3>{escape(site.name)}</h3>{tables.seeds_table(matched, site)}"
             for site in matched.sites[:MOST_MAPS]
         )
-        parts.append(f"<details><summary>Seed by seed</summary>{each}</details>")
-    note = f"A component is in use where its importance is beyond {matched.alive_threshold:g}. "
+        parts.append(f"<details><summary>Per seed</summary>{each}</details>")
+    note = f"A component is active if its importance is above {matched.alive_threshold:g}. "
     if len(matched.seeds) > 1:
-        note += f"Of {len(matched.seeds)} seeds: the least to the most. "
-    note += "L0: components in use at a position, on average."
+        note += f"Ranges are the minimum to the maximum over {len(matched.seeds)} seeds. "
+    note += "L0 is the mean number of active components per position."
     if any(site.expected is not None for site in matched.sites):
-        note += " Where a number is expected, those are alive that a feature by itself needs."
+        note += " If a number is expected, alive counts components that a single feature activates."
     return "".join(parts) + _noted(note)
 
 
@@ -90,9 +90,8 @@ def _importances(result: Decomposition) -> str:
         return ""
     probe = f" Rows: {result.probe}." if result.probe else ""
     note = (
-        f"Seed {result.drawn_seed}.{probe} Columns: components, ordered by the row that they "
-        "matter "
-        "most for. A full tint is an importance of 1."
+        f"Seed {result.drawn_seed}.{probe} Columns: components, ordered by the row in which they "
+        "are most important. The darkest shade is an importance of 1."
     )
     return _side_by_side(figures) + _cut(len(drawn), MOST_MAPS, "sites") + _noted(note)
 
@@ -103,7 +102,7 @@ def _importance(site: Site, picture: Picture) -> str:
     met = sum(max(row) > HIGH for row in cells)
     idle = sum(max(column) < LOW for column in zip(*cells, strict=True))
     alt = (
-        f"Importances in {site.name}: {met} of {len(cells)} rows have a component beyond {HIGH}; "
+        f"Importances in {site.name}: {met} of {len(cells)} rows have a component above {HIGH}; "
         f"{idle} of {columns} columns stay below {LOW}."
     )
     below = (
@@ -112,7 +111,7 @@ def _importance(site: Site, picture: Picture) -> str:
         else f"the first {columns} of {site.components:,} components"
     )
     if picture.shape[0] > len(cells):
-        below += f"; {picture.shape[0]:,} rows in {len(cells)}"
+        below += f"; {picture.shape[0]:,} rows pooled to {len(cells)}"
     return heat_map(picture, alt=alt, most=420, below=below, extra=f"{picture.shape[0]:,} rows")
 
 
@@ -129,14 +128,13 @@ def _components(result: Decomposition) -> str:
         return ""
     known = any(each.truth is not None for site in drawn for each in site.largest)
     note = (
-        f"The largest components of seed {result.drawn_seed} that are alive, as matrices of "
-        "outputs "
-        "by inputs" + (": left as in the target, right as found." if known else ".")
+        f"The largest alive components of seed {result.drawn_seed}, as matrices of outputs by "
+        "inputs" + (": ground truth on the left, learned on the right." if known else ".")
     )
     shades = legend([(POSITIVE, "positive"), (NEGATIVE, "negative")])
     pooled = any(each.learned.pooled for site in drawn for each in site.largest)
     if pooled:
-        note += " A cell of a large matrix is the largest of those that it stands for."
+        note += " Large matrices are pooled by largest magnitude."
     return shades + "".join(parts) + _cut(len(result.sites), MOST_COMPARED, "sites") + _noted(note)
 
 
@@ -145,13 +143,13 @@ def _component(site: Site, each: Component) -> str:
     numbers = [
         f"cosine {each.cosine:.4f}" if each.cosine is not None else "",
         f"norm {each.norm_ratio:.3f} ×" if each.norm_ratio is not None else "",
-        f"in use {100 * each.density:.3g} %" if each.density is not None else "",
+        f"active {100 * each.density:.3g} %" if each.density is not None else "",
     ]
     notice = ", ".join(part for part in numbers if part)
     alt = f"{caption} of {site.name}. {notice}"
     pictures = [heat_map(each.learned, alt=alt, most=96)]
     if each.truth is not None:
-        truth = f"What {each.name or 'it'} is in the target's {site.name}."
+        truth = f"Ground truth of {each.name or caption} in the target's {site.name}."
         pictures.insert(0, heat_map(each.truth, alt=truth, most=96))
     boxes = "".join(f'<div style="width:97px">{drawn}</div>' for drawn in pictures)
     return (
@@ -167,13 +165,13 @@ def _densities(result: Decomposition) -> str:
     figures = []
     for site in drawn[:MOST_DENSITIES]:
         if site.densities is not None:
-            title = f"{site.name}: {site.densities.never:,} never in use"
+            title = f"{site.name}: {site.densities.never:,} never active"
             figures.append((title, curves.density_chart(site.densities, site.name)))
     if not figures:
         return ""
     note = (
-        f"Seed {result.drawn_seed}. How many components are in use at what share of positions; the "
-        "first bar has all rarer ones."
+        f"Seed {result.drawn_seed}. Number of components by the share of positions at which they "
+        "are active. The first bar includes all rarer ones."
     )
     return _side_by_side(figures) + _cut(len(drawn), MOST_DENSITIES, "sites") + _noted(note)
 
@@ -184,15 +182,17 @@ def _language(result: Decomposition) -> str:
         parts.append(tables.language_table(result))
         parts.append(
             _noted(
-                "KL divergence is from the target's predictions. Unrecovered is the difference of "
-                "cross-entropy as a share of what zero masks lose."
+                "KL divergence is from the target's predictions. CE unrecovered is the CE "
+                "difference as a share of the difference with zero masks."
             )
         )
     if result.pgd:
         rows = [[f"{steps:,}", f"{value:.4g}"] for steps, value in result.pgd]
-        parts.append("<h3>Against an adversary</h3>" + tables.table(["steps", "divergence"], rows))
         parts.append(
-            _noted("Masks of unimportant components are chosen by projected gradient ascent.")
+            "<h3>Adversarial masks (PGD)</h3>" + tables.table(["steps", "divergence"], rows)
+        )
+        parts.append(
+            _noted("Projected gradient ascent chooses the masks of unimportant components.")
         )
     return "".join(parts)
 
@@ -203,7 +203,7 @@ def _side_by_side(figures: Sequence[tuple[str, str]]) -> str:
 
 
 def _cut(there: int, shown: int, what: str) -> str:
-    return _noted(f"The first {shown} of {there:,} {what} are drawn.") if there > shown else ""
+    return _noted(f"Showing the first {shown} of {there:,} {what}.") if there > shown else ""
 
 
 def _noted(said: str) -> str:
@@ -211,10 +211,10 @@ def _noted(said: str) -> str:
 
 
 DRAWN: Mapping[str, Callable[[Decomposition], str]] = {
-    "What was found": _result_text,
-    "What the target makes of masks": _language,
+    "Results": _result_text,
+    "Loss by mask": _language,
     "Causal importances": _importances,
-    "Components beside the target": _components,
-    "How often components are in use": _densities,
+    "Largest components": _components,
+    "Activation density of components": _densities,
 }
-"""The sections of what was found, each drawn where there is something to draw."""
+"""The sections by title, each drawn if there is data for it."""

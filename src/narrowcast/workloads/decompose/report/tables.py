@@ -1,4 +1,4 @@
-"""The tables of a decomposition: its sites over all seeds, each seed, and losses by mask."""
+"""Tables of a decomposition: sites over all seeds, sites per seed, and loss by mask."""
 
 import math
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ MOST_SEEDS_SHOWN = 32
 
 
 def sites_table(result: Decomposition) -> str:
-    """Write what became of each site; of several seeds, from the least to the most."""
+    """Return a table with one row per site; several seeds are shown as a range."""
     columns: list[tuple[str, list[Sequence[float | None]], str]] = [
         ("alive", [site.alive for site in result.sites], "d"),
         ("expected", [_known(site.expected) for site in result.sites], "d"),
         ("L0", [site.l0 for site in result.sites], ".3g"),
         ("identity error", [site.identity_error for site in result.sites], "d"),
-        ("least cosine", [site.cosine for site in result.sites], ".4f"),
+        ("min cosine", [site.cosine for site in result.sites], ".4f"),
         ("norm ratio", [site.norm_ratio for site in result.sites], ".3f"),
     ]
     lines = [column for column in columns if any(column[1])]
@@ -36,12 +36,12 @@ def _known(value: int | None) -> tuple[int, ...]:
 
 
 def seeds_table(matched: Decomposition, site: Site) -> str:
-    """Write the numbers of one site, seed by seed."""
+    """Return a table of one site with one row per seed."""
     columns: list[tuple[str, Sequence[float | None], str]] = [
         ("alive", site.alive, "d"),
         ("L0", site.l0, ".3g"),
         ("identity error", site.identity_error, "d"),
-        ("least cosine", site.cosine, ".4f"),
+        ("min cosine", site.cosine, ".4f"),
         ("norm ratio", site.norm_ratio, ".3f"),
     ]
     message = [column for column in columns if column[1]]
@@ -53,7 +53,7 @@ def seeds_table(matched: Decomposition, site: Site) -> str:
 
 
 def language_table(result: Decomposition) -> str:
-    """Write the table that decompositions of language models are published with."""
+    """Return the published table of decomposed language models: loss and KL by mask."""
     rows = [
         [
             row.mask,
@@ -64,7 +64,7 @@ def language_table(result: Decomposition) -> str:
         ]
         for row in result.language
     ]
-    return table(["masks", "cross-entropy", "KL", "CE difference", "CE unrecovered"], rows)
+    return table(["mask", "cross-entropy", "KL", "CE difference", "CE unrecovered"], rows)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""What the report of a genomic run adds: a pure function of its folder, drawn as HTML and SVG."""
+"""Report sections of a genomics run, as HTML and SVG; a pure function of the run folder."""
 
 from narrowcast.workloads.genomics.report.sections import sections
 

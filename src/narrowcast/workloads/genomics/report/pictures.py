@@ -1,4 +1,4 @@
-"""The pictures of a run: curves, clouds, tracks, letters that count, and a spectrum."""
+"""Figures: precision-recall curves, scatter plots, tracks, mutagenesis and k-mer spectra."""
 
 import math
 from bisect import bisect_left
@@ -24,9 +24,9 @@ from narrowcast.runs.report_drawing import (
 )
 
 SQUARE = 460
-"""Width of a picture of two measures."""
+"""Width of a square figure."""
 WIDE = 960
-"""Width of a picture along a sequence."""
+"""Width of a figure along a sequence."""
 LETTER_COLOURS: Mapping[str, str] = {
     "A": colour(2), "C": colour(0), "G": colour(5), "T": colour(4), "U": colour(4),
 }  # fmt: skip
@@ -34,7 +34,7 @@ LETTER_COLOURS: Mapping[str, str] = {
 
 
 def precision_recall(curves: Mapping[str, Any], others: Mapping[str, Any] | None) -> str:
-    """Draw a curve for each class, and name its area; a dashed line is what chance has."""
+    """Draw one curve per class with its area; dashed lines show chance."""
     x, y = Scale(0, 1, 48, SQUARE - 12), Scale(0, 1, SQUARE - 120, 24)
     marks = axes(x, y, x_label="recall", y_label="precision")
     for location, curve in enumerate(curves.values()):
@@ -45,14 +45,17 @@ def precision_recall(curves: Mapping[str, Any], others: Mapping[str, Any] | None
         points = [(x(float(recall)), y(float(right))) for recall, right in curve["points"]]
         marks.append(path(points, stroke=colour(location)))
     areas = ", ".join(f"{name} {float(curve['area']):.3f}" for name, curve in curves.items())
-    alt = f"Precision by recall; areas below the curves: {areas}."
+    alt = f"Precision-recall curves with areas: {areas}."
     named = [
         (colour(position), f"{name} {float(curve['area']):.3f}")
         for position, (name, curve) in enumerate(curves.items())
     ]
     if others:
         named.append(
-            ("transparent", f"{int(others['classes'])} others, mean {float(others['area']):.3f}")
+            (
+                "transparent",
+                f"{int(others['classes'])} other classes, mean {float(others['area']):.3f}",
+            )
         )
     return drawing(marks, width=SQUARE, height=SQUARE - 76, alt=alt, most=SQUARE * 1.2) + legend(
         named
@@ -60,7 +63,7 @@ def precision_recall(curves: Mapping[str, Any], others: Mapping[str, Any] | None
 
 
 def cloud(points: Sequence[tuple[float, float]], spearman: float | None) -> str:
-    """Draw what was predicted over what is true; the line is where both are the same."""
+    """Draw predicted against true values, with the identity line."""
     low, high = min(min(pair) for pair in points), max(max(pair) for pair in points)
     margin = (high - low) / 25
     x = Scale(low - margin, high + margin, 64, SQUARE - 12)
@@ -73,18 +76,18 @@ def cloud(points: Sequence[tuple[float, float]], spearman: float | None) -> str:
     marks.append(dots(at, radius=radius, fill="var(--series)", opacity=0.55))
     said = "" if spearman is None else f"Spearman {spearman:.3f}"
     marks.append(text_mark(x.start + 10, y.end + 18, said, fill=INK, more="font-weight:600"))
-    alt = f"Predicted over true values of {len(points):,} sequences. {said}"
+    alt = f"Predicted against true values of {len(points):,} sequences. {said}"
     return drawing(marks, width=SQUARE, height=SQUARE - 26, alt=alt, most=SQUARE * 1.2)
 
 
 def track(row: Mapping[str, Any], shades: Mapping[int, str], unit: str) -> str:
-    """Draw the classes along one sequence: as they are above, as they were found below."""
+    """Draw the classes along one sequence: true classes above, predicted below."""
     length = sum(int(letters) for _, letters in row["truth"])
-    x = Scale(0, length, 56, WIDE - 8)
+    x = Scale(0, length, 76, WIDE - 8)
     marks = []
-    for at, (key, name) in enumerate((("truth", "true"), ("found", "found"))):
+    for at, (key, name) in enumerate((("truth", "true"), ("found", "predicted"))):
         top, start = 4 + 26 * at, 0
-        marks.append(text_mark(48, top + 15, name, anchor="end"))
+        marks.append(text_mark(68, top + 15, name, anchor="end"))
         for kind, letters in row[key]:
             end = start + int(letters)
             marks.append(box(x(start), top, x(end) - x(start), 22, fill=shades[int(kind)]))
@@ -93,12 +96,12 @@ def track(row: Mapping[str, Any], shades: Mapping[int, str], unit: str) -> str:
         marks.append(line(x(value), 56, x(value), 60, stroke=LINE))
         marks.append(text_mark(x(value), 74, label, anchor="middle"))
     same = _agreement(row["truth"], row["found"])
-    alt = f"Classes along {length:,} {unit}s; {same:.0%} of them were found as they are."
+    alt = f"Classes along {length:,} {unit}s, {same:.0%} predicted correctly."
     return drawing(marks, width=WIDE, height=80, alt=alt, most=2 * WIDE, least=WIDE / 2)
 
 
 def _agreement(truth: Sequence[Sequence[int]], matches: Sequence[Sequence[int]]) -> float:
-    """Return the share of letters that have one class in both."""
+    """Return the share of letters that have the same class in both."""
     edges = [list(accumulate(int(letters) for _, letters in runs)) for runs in (truth, matches)]
     if edges[0][-1] != edges[1][-1]:
         raise ValueError("tracks of one sequence have different lengths")
@@ -111,7 +114,7 @@ def _agreement(truth: Sequence[Sequence[int]], matches: Sequence[Sequence[int]])
 
 
 def salient(variant: Mapping[str, Any]) -> str:
-    """Draw what each letter around a variant adds to the answer, the variant itself marked."""
+    """Draw how much each letter around a variant adds to the score; the variant is marked."""
     before, after = str(variant["reference"]), str(variant["alternative"])
     adds = [float(value) for value in variant["adds"]]
     step, left, high = 20.0, 64.0, 56.0
@@ -140,8 +143,8 @@ def salient(variant: Mapping[str, Any]) -> str:
             marks.append(text_mark(x + step / 2, bottom + 38, old, anchor="middle", more=style))
     strongest = max(range(len(adds)), key=lambda at: abs(adds[at]))
     alt = (
-        f"What each of {len(adds)} letters around {variant['name']} adds; most, "
-        f"{adds[strongest]:+.3g}, does {after[strongest]} {strongest - changed[0]:+d} from it."
+        f"Contribution of {len(adds)} letters around {variant['name']}. The largest is "
+        f"{adds[strongest]:+.3g}, of {after[strongest]} at offset {strongest - changed[0]:+d}."
     )
     return drawing(
         marks, width=width, height=bottom + 46, alt=alt, most=width * 1.15, least=width * 0.7
@@ -149,7 +152,7 @@ def salient(variant: Mapping[str, Any]) -> str:
 
 
 def spectrum(results: Mapping[str, Any]) -> str:
-    """Draw the share of each k-mer: bars are what was held out, dots what was written."""
+    """Draw k-mer frequencies: bars for held-out sequences, dots for generated ones."""
     kmers = [str(name) for name in results["kmers"]]
     held = [float(value) for value in results["held_out"]]
     written = [float(value) for value in results["written"]]
@@ -176,16 +179,16 @@ def spectrum(results: Mapping[str, Any]) -> str:
     marks.append(dots(centres, radius=3.5, fill="var(--evaluated)", opacity=1))
     agree = correlation(held, written)
     alt = (
-        f"Shares of {len(kmers)} runs of {results['k']} letters, held out and written; "
+        f"Frequencies of {len(kmers)} {results['k']}-mers, held out and generated; "
         f"correlation {agree:.3f}."
     )
     return drawing(
         marks, width=WIDE, height=244, alt=alt, most=2 * WIDE, least=WIDE * 0.8
-    ) + legend([("var(--faint)", "held out"), ("var(--evaluated)", "written")])
+    ) + legend([("var(--faint)", "held out"), ("var(--evaluated)", "generated")])
 
 
 def correlation(one: Sequence[float], two: Sequence[float]) -> float:
-    """Return Pearson's correlation; 0 where one of both is constant."""
+    """Return Pearson's correlation, or 0 if either side is constant."""
     means = sum(one) / len(one), sum(two) / len(two)
     a, b = [value - means[0] for value in one], [value - means[1] for value in two]
     both = math.sqrt(sum(v * v for v in a) * sum(v * v for v in b))

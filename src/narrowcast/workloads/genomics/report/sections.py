@@ -1,4 +1,4 @@
-"""The sections themselves, each of one thing that `judged.json` tells."""
+"""The sections of a genomics report, drawn from `judged.json`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,19 +20,19 @@ WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError, Zero
 """What reading a file that somebody else wrote, or that was damaged, can raise."""
 
 Sets: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""What was told of each set that was judged: validation, and test where there is one."""
+"""The results of each evaluated set: validation, and test if there is one."""
 
 
 def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
-    """Return the sections, of what the folder has; what cannot be read is a sentence."""
+    """Return the sections that the run folder has data for; an unreadable file becomes text."""
     try:
         info = RunFolder(folder).task_info()
     except NarrowcastError as error:
-        return [_sentence("What is trained, and on what", str(error))]
+        return [_sentence("Model and data", str(error))]
     result = []
     if info.notes:
         items = "".join(f"<li>{escape(line)}</li>" for line in info.notes)
-        result.append(ReportSection(title="What is trained, and on what", html=f"<ul>{items}</ul>"))
+        result.append(ReportSection(title="Model and data", html=f"<ul>{items}</ul>"))
     return [*result, *_judged(folder, info)]
 
 
@@ -42,7 +42,7 @@ def _judged(folder: Path, info: TaskInfo) -> Iterator[ReportSection]:
     except FileNotFoundError:  # the run has not ended
         return
     except (OSError, ValueError, RecursionError) as error:
-        yield _sentence("Measures", f"{FILE} cannot be read: {error}")
+        yield _sentence("Metrics", f"{FILE} cannot be read: {error}")
         return
     for title, draw in DRAWN.items():
         try:
@@ -63,7 +63,7 @@ def _noted(said: str) -> str:
 
 
 def _each(sets: Sets, key: str, draw: Callable[[Mapping[str, Any]], str]) -> str:
-    """Draw the same of every set that has it, side by side where there are several."""
+    """Draw one figure per set that has `key`, side by side."""
     there = {name: message for name, message in sets.items() if message.get(key)}
     figures = [
         (f"<h3>{escape(name.capitalize())}</h3>" if len(sets) > 1 else "") + draw(notice)
@@ -75,7 +75,7 @@ def _each(sets: Sets, key: str, draw: Callable[[Mapping[str, Any]], str]) -> str
 
 
 def _last(sets: Sets, key: str) -> tuple[str, Any] | None:
-    """Return what was told of the last set that has it, which is the test where there is one."""
+    """Return the name and value of the last set that has `key` (the test set if there is one)."""
     there = [(name, info[key]) for name, info in sets.items() if info.get(key)]
     return there[-1] if there else None
 
@@ -89,9 +89,7 @@ def _confusion(sets: Sets, info: TaskInfo) -> str:
         return tables.confusion(message["confusion"]["classes"], message["confusion"]["counts"])
 
     html = _each(sets, "confusion", draw)
-    note = (
-        "Rows are what sequences are, columns what they were taken for; tints are shares of rows."
-    )
+    note = "Rows are true classes, columns are predicted classes. Shading shows the share of a row."
     return html and html + _noted(note)
 
 
@@ -99,11 +97,11 @@ def _curves(sets: Sets, info: TaskInfo) -> str:
     def draw(message: Mapping[str, Any]) -> str:
         curves = message["curves"]
         if not curves["classes"]:
-            return _noted("All sequences are of one class: there is no curve.")
+            return _noted("All sequences have the same class, so there is no curve.")
         return pictures.precision_recall(curves["classes"], curves["others"])
 
     html = _each(sets, "curves", draw)
-    note = "Each class against all others, with the area below its curve; dashed: guessing."
+    note = "One curve per class against all others, with its area. Dashed lines show chance."
     return html and html + _noted(note)
 
 
@@ -113,11 +111,11 @@ def _cloud(sets: Sets, info: TaskInfo) -> str:
         pairs = [(float(true), float(matched)) for true, matched in message["points"]]
         finite = [pair for pair in pairs if all(map(math.isfinite, pair))]
         if not finite:
-            return _noted("What was predicted is not finite.")
+            return _noted("The predictions are not finite.")
         return pictures.cloud(finite, None if spearman is None else float(spearman))
 
     html = _each(sets, "points", draw)
-    return html and html + _noted("The dashed line is where both are the same.")
+    return html and html + _noted("On the dashed line, predicted and true values are equal.")
 
 
 def _tracks(sets: Sets, info: TaskInfo) -> str:
@@ -136,9 +134,9 @@ def _tracks(sets: Sets, info: TaskInfo) -> str:
     drawn = "".join(
         f"<h3>{escape(str(row['name']))}</h3>{pictures.track(row, shades, unit)}" for row in rows
     )
-    note = f"Sequences of the {name} set with most classes in them; positions in {unit}s."
+    note = f"Sequences of the {name} set with the most classes. Positions are in {unit}s."
     if len(others) > COLOURS:
-        note += " Colours begin again after the eighth."
+        note += " Colours repeat after the eighth class."
     return legend(named) + drawn + _noted(note)
 
 
@@ -150,13 +148,14 @@ def _saliency(sets: Sets, info: TaskInfo) -> str:
     drawn = []
     for variant in variants:
         chance = f" ({float(variant['chance']):.0%})" if "chance" in variant else ""
-        said = f"{variant['name']}: found {variant['found']}{chance}, is {variant['truth']}"
+        said = f"{variant['name']}: predicted {variant['found']}{chance}, true {variant['truth']}"
         drawn.append(f"<h3>{escape(said)}</h3>{pictures.salient(variant)}")
-    what = "log-odds of what was found" if "chance" in variants[0] else "value that was predicted"
+    what = "log-odds of the predicted class" if "chance" in variants[0] else "predicted value"
     note = (
-        f"Variants of the {name} set. A bar is how much the letter adds to the {what}: the score "
-        "less its mean with the other letters there, in both sequences alike. The variant is "
-        "marked, with the letter it replaces below; its bar is of the alternative alone."
+        f"In-silico mutagenesis of variants from the {name} set. A bar shows how much a letter "
+        f"adds to the {what}: the score minus its mean over the other letters at that position, "
+        "substituted in both sequences. The variant is highlighted, with the reference letter "
+        "below it; at the variant, only the alternative sequence is changed."
     )
     return "".join(drawn) + _noted(note)
 
@@ -173,13 +172,13 @@ def _written(sets: Sets, info: TaskInfo) -> str:
     )
     shares = message.get("gc")
     strong = (
-        f"GC is {float(shares['written']):.1%} of what was written and "
-        f"{float(shares['held_out']):.1%} of the {name} set. "
+        f"GC content is {float(shares['written']):.1%} in generated sequences and "
+        f"{float(shares['held_out']):.1%} in the {name} set. "
         if shares
         else ""
     )
-    runs = f"{spectrum['k']}-mers" if spectrum["k"] > 1 else "letters"
-    parts.append(f"<p>{escape(f'{strong}Shares of {runs} correlate by {agree:.3f}.')}</p>")
+    runs = f"{spectrum['k']}-mer" if spectrum["k"] > 1 else "letter"
+    parts.append(f"<p>{escape(f'{strong}Correlation of {runs} frequencies: {agree:.3f}.')}</p>")
     parts.append(pictures.spectrum(spectrum))
     for sample in message["samples"]:
         share = f", GC {gc(str(sample['written'])):.1%}" if shares else ""
@@ -189,18 +188,18 @@ def _written(sets: Sets, info: TaskInfo) -> str:
             f"{escape(str(sample['prompt']))}</span>{escape(str(sample['written']))}</pre>"
         )
     parts.append(
-        _noted(f"Pale letters are given, from the {name} set; the network goes on from them.")
+        _noted(f"Pale letters are the prompt, from the {name} set. The network wrote the rest.")
     )
     return "".join(parts)
 
 
 DRAWN: Mapping[str, Callable[[Sets, TaskInfo], str]] = {
-    "Measures": _measures,
-    "Who was taken for whom": _confusion,
-    "Precision by recall": _curves,
+    "Metrics": _measures,
+    "Confusion matrix": _confusion,
+    "Precision-recall curve": _curves,
     "Predicted and true values": _cloud,
-    "Classes along sequences": _tracks,
-    "Letters that count": _saliency,
-    "What the network writes": _written,
+    "Annotation tracks": _tracks,
+    "In-silico mutagenesis": _saliency,
+    "Generated sequences": _written,
 }
-"""The sections of what was judged, each drawn where there is something to draw."""
+"""The sections by title, each drawn if there is data for it."""

@@ -1,4 +1,4 @@
-"""The tables of a run: measures by what they were measured on, and who was taken for whom."""
+"""Tables: metrics per set, and the confusion matrix."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ LONGEST_NAME = 32
 
 
 def measures(sets: Mapping[str, Mapping[str, Any]], info: TaskInfo) -> str:
-    """Write the measures of each set, as the task writes them, its headline first."""
+    """Return a table of metrics, one column per set, in the order of the task."""
     known = {metric.name: metric for metric in info.metrics}
     matches = {name for message in sets.values() for name in message["measured"]}
     names = [name for name in known if name in matches] + sorted(matches - set(known))
@@ -37,7 +37,7 @@ def measures(sets: Mapping[str, Mapping[str, Any]], info: TaskInfo) -> str:
         for name, counts in sets.items()
     )
     return (
-        f'<div class="scroll"><table class="narrow"><thead><tr><th scope="col">measure</th>'
+        f'<div class="scroll"><table class="narrow"><thead><tr><th scope="col">metric</th>'
         f"{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
@@ -62,7 +62,7 @@ def _written(value: float, form: str) -> str:
 
 
 def confusion(classes: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
-    """Write who was taken for whom; a cell is as dark as its share of its row."""
+    """Return the confusion matrix; a cell is as dark as its share of the row."""
     rows = []
     for at, row in enumerate(counts):
         total = sum(int(count) for count in row)
@@ -77,8 +77,9 @@ def confusion(classes: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
         for name in classes
     )
     return (
-        '<div class="scroll"><table class="narrow"><thead><tr><th scope="col">true \\ found</th>'
-        f'{heads}<th scope="col" class="number">all</th></tr></thead>'
+        '<div class="scroll"><table class="narrow"><thead><tr>'
+        '<th scope="col">true \\ predicted</th>'
+        f'{heads}<th scope="col" class="number">total</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 

@@ -1,4 +1,4 @@
-"""What became of the data, in numbers and in words."""
+"""Summary of the prepared data, in numbers and in sentences."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -78,22 +78,25 @@ class DataReport:
         return {**asdict(self), "response_share": self.response_share}
 
     def lines(self) -> list[str]:
-        """Say it in sentences, the usual first."""
+        """Return the summary as sentences."""
         formats = ", ".join(self.formats)
         said = [
-            f"{self.rows_read:,} rows read as {formats}, written as {self.template}: "
-            f"{self.train_rows:,} to train on, {self.validation_rows:,} to validate on",
-            f"{self.tokens:,} tokens to train on, {self.response_share:.1%} of them learnt",
+            f"{self.rows_read:,} rows read as {formats}, rendered with template {self.template}: "
+            f"{self.train_rows:,} training rows, {self.validation_rows:,} validation rows",
+            f"{self.tokens:,} training tokens, loss on {self.response_share:.1%} of them",
         ]
         if self.packs < self.train_rows:
             said.append(f"packed into {self.packs:,} rows, {self.efficiency:.1%} full")
         said += [f"{count:,} rows dropped: {why}" for why, count in self.dropped.items()]
         if self.cut:
-            said.append(f"{self.cut:,} rows cut at max_seq_length: their responses lost their end")
+            said.append(
+                f"{self.cut:,} rows truncated at max_seq_length, which cuts their responses"
+            )
         if self.with_signs:
             said.append(
-                f"{self.with_signs:,} rows hold the text of special tokens, which are read as such"
+                f"{self.with_signs:,} rows contain the text of special tokens, which the tokenizer "
+                "reads as special tokens"
             )
         if self.repeated_rows:
-            said.append(f"{self.repeated_rows:,} rows to validate on are trained on too")
+            said.append(f"{self.repeated_rows:,} validation rows are also training rows")
         return [*said, *self.notes]

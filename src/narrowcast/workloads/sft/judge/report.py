@@ -1,4 +1,4 @@
-"""What the report of a run says of measures and samples, before training and after."""
+"""Report sections: evaluation and samples, before and after training."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ _SHADE = {"prompt": "var(--quiet)", "reference": "var(--good)"}
 
 
 def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
-    """Return what was measured before training and after, and samples side by side."""
+    """Return metrics before and after training, and samples side by side."""
     return [*_measures(folder), *_samples(folder)]
 
 
@@ -45,17 +45,17 @@ def _measures(folder: Path) -> Iterable[ReportSection]:
             if name in result["after"]
         ]
     except (TypeError, KeyError, AttributeError, ValueError):
-        yield ReportSection(title="Before and after", html=_damaged(JUDGED))
+        yield ReportSection(title="Evaluation before and after training", html=_damaged(JUDGED))
         return
     if not rows:
         return
-    head = "<tr><th>measure</th><th>before</th><th>after</th></tr>"
+    head = "<tr><th>metric</th><th>before</th><th>after</th></tr>"
     body = "".join(
         f"<tr><th scope='row'>{name.replace('_', ' ')}</th><td>{one}</td><td>{other}</td></tr>"
         for name, one, other in rows
     )
     yield ReportSection(
-        title="Before and after",
+        title="Evaluation before and after training",
         html=f"<div class='scroll'><table><thead>{head}</thead><tbody>{body}</tbody></table></div>",
     )
 
@@ -71,7 +71,7 @@ def _written(name: str, judgement: Mapping[str, Any] | None) -> str:
         )
     share, low, high = (_number(of[key]) for key in ("share", "low", "high"))
     counts = f"{int(of['right']):,} of {int(of['rows']):,}"
-    return f"{share:.1%} <span class='quiet'>{counts}; {low:.1%} to {high:.1%}</span>"
+    return f"{share:.1%} <span class='quiet'>{counts}, 95 % interval {low:.1%} to {high:.1%}</span>"
 
 
 def _number(value: Any) -> float:
@@ -85,7 +85,7 @@ def _samples(folder: Path) -> Iterable[ReportSection]:
     if samples is None:
         yield ReportSection(title="Samples", html=_damaged(SAMPLES))
     elif samples:
-        note = "<p class='note'>Generated with the generation settings that are saved.</p>"
+        note = "<p class='note'>Generated with the saved generation settings.</p>"
         yield ReportSection(title="Samples", html=note + "".join(map(_sample, samples)))
 
 
@@ -103,13 +103,13 @@ def _sample(sample: Sample) -> str:
 def _text(name: str, text: str) -> str:
     shade = _SHADE.get(name, "var(--series)")
     cut = text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + " …"
-    shown = html.escape(cut) if cut.strip() else "<span class='quiet'>nothing</span>"
+    shown = html.escape(cut) if cut.strip() else "<span class='quiet'>(empty)</span>"
     label = f"<strong style='color:{shade};font-size:0.8125rem'>{name}</strong>"
     return f"{label}<pre style='{_TEXT}'>{shown}</pre>"
 
 
 def _damaged(name: str) -> str:
     return (
-        f"<p>{name} is damaged, so that nothing of it can be shown; remove it and resume the run, "
-        "which writes it again.</p>"
+        f"<p>{name} is damaged and cannot be shown. Remove it and resume the run to write it "
+        "again.</p>"
     )

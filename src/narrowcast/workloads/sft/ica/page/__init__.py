@@ -1,1 +1,1 @@
-"""Networks and ablations shown: as text, as drawings of SVG, as a page, in the report of a run."""
+"""Networks and ablations as text, as SVG, as a page, and as sections of a run's report."""

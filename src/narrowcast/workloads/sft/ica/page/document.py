@@ -1,4 +1,4 @@
-"""A page that stands alone: networks, an ablation, or both, in light and dark."""
+"""A standalone HTML page of networks, an ablation, or both, with light and dark colours."""
 
 from html import escape
 
@@ -30,7 +30,7 @@ th { color: var(--quiet); font-weight: 500; } .number { text-align: right; }
 
 
 def page(title: str, sections: list[ReportSection]) -> str:
-    """Write a page of sections; it loads and runs nothing."""
+    """Return a page of sections that loads no files and runs no scripts."""
     body = "\n".join(f"<h2>{escape(each.title)}</h2>\n{each.html}" for each in sections)
     return f"""<!doctype html>
 <html lang="en">

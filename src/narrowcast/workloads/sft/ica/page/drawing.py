@@ -1,4 +1,4 @@
-"""Networks and ablations drawn in SVG, in the colours of the page around them."""
+"""Networks and ablations as SVG, in the colours of the page."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -57,7 +57,7 @@ def channel_map(networks: FunctionalNetworks) -> str:
     marks.append(text_mark(8, TOP + 12, "layer"))
     marks.append(text_mark(WIDTH - RIGHT, TOP + height + 30, "channel", anchor="end"))
     sizes = ", ".join(f"{c} has {networks.size(c):,}" for c in networks.components[:20])
-    alt = f"Channels of each network by layer and channel; component {sizes}."
+    alt = f"Map of the channels of each network by layer; channel counts: component {sizes}."
     return _drawing(marks, height + TOP + BOTTOM, alt)
 
 
@@ -78,8 +78,8 @@ def sizes_by_layer(networks: FunctionalNetworks) -> str:
     ]
     most = max((count for row in counts for count in row), default=0)
     busiest = [layers[max(range(len(layers)), key=row.__getitem__)] for row in counts]
-    alt = "Channels by component and layer; " + ", ".join(
-        f"component {c} has most in layer {layer}"
+    alt = "Channels per component and layer; " + ", ".join(
+        f"component {c} has the most in layer {layer}"
         for c, layer in list(zip(networks.components, busiest, strict=True))[:20]
     )
     labels = [f"component {component}" for component in networks.components]
@@ -88,7 +88,7 @@ def sizes_by_layer(networks: FunctionalNetworks) -> str:
 
 
 def overlap(networks: FunctionalNetworks) -> str:
-    """Draw how much any two networks share, as IoU."""
+    """Draw the IoU of every pair of networks."""
     numbers = networks.components
     shares = [[networks.iou(a, networks, b) for b in numbers] for a in numbers]
     pairs = [(shares[i][j], i, j) for i in range(len(numbers)) for j in range(i)]
@@ -101,7 +101,7 @@ def overlap(networks: FunctionalNetworks) -> str:
 
 
 def ablation_bars(ablation: Ablation) -> str:
-    """Draw what each lesion costs, with its interval, and each random mask as a dot."""
+    """Draw the added loss of each ablation with its interval, and each random mask as a dot."""
     lesions = (ablation.lesion, *ablation.each)
     chance = [[mask.loss - ablation.whole.loss for mask in each.equal.masks] for each in lesions]
     larger = [mask.loss - ablation.whole.loss for mask in ablation.larger.masks]
@@ -122,15 +122,15 @@ def ablation_bars(ablation: Ablation) -> str:
         marks += _bar(x, lesion.cost, y, fills[number])
         marks.append(_chance(x, chance[number], y + 23))
     last = bottom - BAR_ROW
-    marks.append(text_mark(LEFT - 8, last + 19, f"{ablation.share:.0%} at random", anchor="end"))
+    marks.append(text_mark(LEFT - 8, last + 19, f"random {ablation.share:.0%}", anchor="end"))
     marks.append(_chance(x, larger, last + 15))
-    marks.append(text_mark(x.end, last + 64, "nats per token above the whole model", anchor="end"))
-    alt = f"Loss above that of the whole model. {ablation.verdict()}"
+    marks.append(text_mark(x.end, last + 64, "added loss, nats per token", anchor="end"))
+    alt = f"Loss added to that of the full model. {ablation.verdict()}"
     return _drawing(marks, last + 70, alt)
 
 
 def preserve_curve(ablation: Ablation) -> str:
-    """Draw the loss with the first networks alone, over how many channels they have."""
+    """Draw the loss with only the first networks kept, by the number of their channels."""
     levels, whole = ablation.preserve, ablation.whole.loss
     losses = [whole, *(each.level.loss for each in levels)]
     x = Scale(0, max(each.channels for each in levels) or 1, LEFT, WIDTH - RIGHT)
@@ -143,8 +143,8 @@ def preserve_curve(ablation: Ablation) -> str:
     marks.append(dots(points, radius=4, fill=colour(0), opacity=1))
     first, last = levels[0], levels[-1]
     alt = (
-        f"Loss with the first networks alone: {first.level.loss:.3f} with {first.channels:,} "
-        f"channels, {last.level.loss:.3f} with {last.channels:,}. The whole model has {whole:.3f}."
+        f"Loss with only the first networks kept: {first.level.loss:.3f} with {first.channels:,} "
+        f"channels, {last.level.loss:.3f} with {last.channels:,}. The full model has {whole:.3f}."
     )
     return _drawing(marks, y.start + 44, alt)
 

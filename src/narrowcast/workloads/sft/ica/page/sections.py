@@ -1,4 +1,4 @@
-"""Sections of a report: networks drawn, and what an ablation found."""
+"""Report sections: functional networks and ablation results."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -11,48 +11,48 @@ from narrowcast.workloads.sft.ica.study.ablation import Ablation
 
 
 def networks_section(networks: FunctionalNetworks) -> ReportSection:
-    """Draw networks: a map of channels, sizes by layer, overlap."""
+    """Draw networks: channel map, channels per layer, overlap."""
     about, *notes = text.about(networks)
     parts = [f"<p>{escape(about)}.</p>", drawing.channel_map(networks), drawing.legend(networks)]
     parts += [_noted(note) for note in notes]
     parts.append(_table(*text.network_rows(networks)))
-    parts += ["<h3>Channels by component and layer</h3>", drawing.sizes_by_layer(networks)]
+    parts += ["<h3>Channels per component and layer</h3>", drawing.sizes_by_layer(networks)]
     if len(networks.components) > 1:
-        parts += ["<h3>Overlap of networks, as IoU</h3>", drawing.overlap(networks)]
+        parts += ["<h3>Overlap of networks (IoU)</h3>", drawing.overlap(networks)]
     return ReportSection(title="Functional networks", html="\n".join(parts))
 
 
 def ablation_section(ablation: Ablation) -> ReportSection:
-    """Draw what networks cost, beside chance, and what they keep alive."""
+    """Draw the loss of ablated networks against random masks, and of networks kept alone."""
     parts = [
         f"<p>{escape(ablation.verdict())}</p>",
         drawing.ablation_bars(ablation),
         _noted(
-            f"Bars are networks silenced, with 95 % intervals over {ablation.documents} documents; "
-            "dots below are random masks of as many channels in each layer."
+            f"Bars show ablated networks with 95 % intervals over {ablation.documents} documents. "
+            "Dots show random masks with the same number of channels per layer."
         ),
         _table(*text.ablation_rows(ablation)),
     ]
     if ablation.preserve:
-        parts += ["<h3>The first networks alone</h3>", drawing.preserve_curve(ablation)]
-        parts.append(_noted("The dashed line is the whole model."))
-    return ReportSection(title="What the networks are worth", html="\n".join(parts))
+        parts += ["<h3>Only the first networks kept</h3>", drawing.preserve_curve(ablation)]
+        parts.append(_noted("The dashed line is the full model."))
+    return ReportSection(title="Ablation of each network", html="\n".join(parts))
 
 
 def masked_section(measured: Mapping[str, Any]) -> ReportSection:
-    """Say how the model does with its masks, which it was trained with, and without."""
+    """Compare the model with the masks it was trained with and without them."""
     names = [name for name in measured["masked"] if name in measured["lifted"]]
     rows = [
         [name, f"{float(measured['masked'][name]):.4f}", f"{float(measured['lifted'][name]):.4f}"]
         for name in names
     ]
     said = (
-        f"The run was trained and judged with masks ({measured['mode']}). What is saved has none: "
-        "the right column is that model."
+        f"The run was trained and evaluated with masks ({measured['mode']}). The saved model has "
+        "no masks; its metrics are in the right column."
     )
-    head = ["measure", "with masks", "masks lifted"]
+    head = ["metric", "with masks", "without masks"]
     return ReportSection(
-        title="With masks and without", html=f"<p>{escape(said)}</p>{_table(head, rows)}"
+        title="Evaluation with and without masks", html=f"<p>{escape(said)}</p>{_table(head, rows)}"
     )
 
 

@@ -11,7 +11,7 @@ MOST_LAYERS = 6
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Write rows in columns; numbers stand at the right of theirs."""
+    """Return rows in aligned columns, numbers right-aligned."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     right = numeric(rows)
 
@@ -26,13 +26,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def numeric(rows: Sequence[Sequence[str]]) -> list[bool]:
-    """Say of each column whether it holds numbers and nothing else."""
+    """Return for each column whether it holds only numbers."""
     return [all(set(cell) <= _OF_NUMBERS for cell in column) for column in zip(*rows, strict=True)]
 
 
 def network_rows(networks: FunctionalNetworks) -> tuple[list[str], list[list[str]]]:
-    """Return what is known of each component: head and rows."""
-    head = ["component", "channels", "explained", "negentropy", "stability", "most in layers"]
+    """Return the head and rows of the table of components."""
+    head = ["component", "channels", "explained", "negentropy", "stability", "largest layers"]
     rows = []
     for component in networks.components:
         score = networks.scores.get(component)
@@ -45,7 +45,7 @@ def network_rows(networks: FunctionalNetworks) -> tuple[list[str], list[list[str
 
 
 def about(networks: FunctionalNetworks) -> list[str]:
-    """Say where networks come from, and what was noticed on the way."""
+    """Return the provenance and findings of networks as lines."""
     layout, known = networks.layout, networks.provenance
     depth = f" of {layout.depth}" if layout.depth not in (None, len(layout.layers)) else ""
     lines = [
@@ -69,17 +69,25 @@ def network_lines(networks: FunctionalNetworks) -> list[str]:
 
 
 def ablation_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
-    """Return what each lesion cost, and chance in its place: head and rows."""
-    head = ["silenced", "channels", "loss", "accuracy", "above random [95 %]", "above", "p"]
+    """Return the head and rows of the table of ablations and random masks."""
+    head = [
+        "ablated",
+        "channels",
+        "loss",
+        "accuracy",
+        "loss minus random [95 %]",
+        "worse than",
+        "p",
+    ]
     whole = ablation.whole
-    rows = [["nothing", "0", f"{whole.loss:.4f}", f"{whole.accuracy:.1%}", "–", "–", "–"]]
+    rows = [["none", "0", f"{whole.loss:.4f}", f"{whole.accuracy:.1%}", "–", "–", "–"]]
     for lesion in (ablation.lesion, *ablation.each):
         rows.append(
             [named(lesion), f"{lesion.channels:,}", *_levels(lesion), *_versus_cells(lesion.equal)]
         )
     chance = {
-        "as many at random": ablation.lesion.equal,
-        f"{ablation.share:.0%} at random": ablation.larger,
+        "random, same size": ablation.lesion.equal,
+        f"random {ablation.share:.0%}": ablation.larger,
     }
     for label, versus in chance.items():
         accuracy = sum(level.accuracy for level in versus.masks) / len(versus.masks)
@@ -89,8 +97,8 @@ def ablation_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
 
 
 def preserved_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
-    """Return what the first networks keep alive: head and rows."""
-    head = ["kept alone", "channels", "loss", "accuracy", "above whole [95 %]"]
+    """Return the head and rows of the table of networks kept alone."""
+    head = ["networks kept", "channels", "loss", "accuracy", "added loss [95 %]"]
     return head, [
         [
             str(stored.components),
@@ -104,15 +112,16 @@ def preserved_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
 
 
 def ablation_lines(ablation: Ablation) -> list[str]:
-    """Write an ablation for a terminal, the verdict last."""
+    """Return an ablation as lines for a terminal, the conclusion last."""
     head = (
-        f"{ablation.documents} documents, {ablation.tokens:,} tokens predicted; losses in nats a "
-        "token, random masks by their mean"
+        f"{ablation.documents} documents, {ablation.tokens:,} tokens predicted; losses in nats per "
+        "token, random masks as a mean"
     )
     larger = (
-        f"Beside {ablation.share:.0%} of the channels of each layer at random: a difference of "
-        f"{ablation.larger.difference} nats a token; it costs more than "
-        f"{len(ablation.larger.masks) - ablation.larger.at_least} of {len(ablation.larger.masks)}."
+        f"Against a random {ablation.share:.0%} of the channels of each layer, the loss differs by "
+        f"{ablation.larger.difference} nats per token and is higher than with "
+        f"{len(ablation.larger.masks) - ablation.larger.at_least} of {len(ablation.larger.masks)} "
+        "random masks."
     )
     return [
         head,
@@ -128,7 +137,7 @@ def ablation_lines(ablation: Ablation) -> list[str]:
 
 
 def _one_by_one(ablation: Ablation) -> list[str]:
-    """Say which single networks differ from chance, all of them tested together."""
+    """List the single networks that differ from random masks, with p corrected for all tests."""
     if not ablation.each:
         return []
     first = ablation.each[0].equal
@@ -137,15 +146,15 @@ def _one_by_one(ablation: Ablation) -> list[str]:
         for answer in ("more", "less")
     }
     message = [
-        f"component{'s' * (len(numbers) > 1)} {', '.join(numbers)} {answer}"
+        f"component{'s' * (len(numbers) > 1)} {', '.join(numbers)} {answer} than random"
         for answer, numbers in results.items()
         if numbers
     ]
     needed = ""
     if len(first.masks) < first.fewest_masks:
-        needed = f"; {first.tests} tests take {first.fewest_masks} random masks (--random)"
-    said = ", ".join(message) or f"none is shown to matter more or less than chance{needed}"
-    return ["", f"One by one, p is corrected for {first.tests} tests: {said}."]
+        needed = f"; {first.tests} tests need {first.fewest_masks} random masks (--random)"
+    said = ", ".join(message) or f"none differs significantly from random{needed}"
+    return ["", f"Single networks, p corrected for {first.tests} tests: {said}."]
 
 
 def named(lesion: Lesion) -> str:

@@ -144,30 +144,33 @@ class Ablation:
     preserve: tuple[KeepOnlyResult, ...] = ()
 
     def verdict(self) -> str:
-        """Say in a sentence what the networks are worth."""
+        """Return whether the networks matter more than random ones, in a few sentences."""
         result, versus = self.lesion, self.lesion.equal
         what = (
-            f"silencing {_components(result.components)}, {result.channels:,} of {self.channels:,} "
-            f"channels ({result.channels / self.channels:.1%}), costs {result.cost} nats a token, "
-            f"which differs by {versus.difference} from as many channels drawn by chance in each "
-            "layer"
+            f"ablating {_components(result.components)}, {result.channels:,} of {self.channels:,} "
+            f"channels ({result.channels / self.channels:.1%}), adds {result.cost} nats per token. "
+            f"This differs by {versus.difference} from random masks with the same number of "
+            "channels per layer"
         )
         count = len(versus.masks)
         rank = "all" if versus.at_least == 0 else f"{count - versus.at_least} of"
-        known = f"it costs more than {rank} {count} random masks (two-sided p = {versus.p:.3f})"
+        known = (
+            f"The loss is higher than with {rank} {count} random masks "
+            f"(two-sided p = {versus.p:.3f})"
+        )
         if count < versus.fewest_masks:
             known += (
-                f", and fewer than {versus.fewest_masks} cannot show anything at "
-                f"{SIGNIFICANT:.0%}; write --random {versus.fewest_masks}"
+                f". A test at {SIGNIFICANT:.0%} needs at least {versus.fewest_masks} random masks; "
+                f"write --random {versus.fewest_masks}"
             )
         match versus.answer:
             case "more":
-                meaning = "these networks matter more than random ones of the same size"
+                meaning = "These networks matter more than random ones of the same size"
             case "less":
-                meaning = "these networks matter less than random ones of the same size"
+                meaning = "These networks matter less than random ones of the same size"
             case _:
-                meaning = "that these networks matter more or less than random ones is not shown"
-        return f"{meaning[0].upper()}{meaning[1:]}: {what}; {known}."
+                meaning = "These networks do not differ significantly from random ones"
+        return f"{meaning}: {what}. {known}."
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
