@@ -29,9 +29,12 @@ def test_the_python_of_a_page_runs_and_prints_what_is_shown(docs, runnable, tmp_
 
 
 def test_every_loop_that_is_shown_fits_twenty_lines(docs):
-    text = (docs.DOCS / "concepts/custom-loops.md").read_text(encoding="utf-8")
+    names = ("custom-loops", "clipping-and-accumulation", "ema-and-averaging", "several-gpus")
+    names += ("compile-and-cuda-graphs", "loss-scaling")
+    pages = [docs.DOCS / "guides" / f"{name}.md" for name in names]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     shown = re.findall(r"(?ms)^```python\n(.*?)^```$", text)
-    assert len(shown) > 15
+    assert len(shown) > 20
     assert max(len(body.splitlines()) for body in shown) <= 20
 
 
