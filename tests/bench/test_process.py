@@ -29,7 +29,7 @@ def started(tmp_path, monkeypatch):
 def test_an_answer_cut_off_in_the_middle_ends_the_worker(started):
     worker = started("""read job; printf '{"event": "rea'; kill -9 $$""")
     assert worker.answer() is None
-    assert worker.failure == "died of SIGKILL"
+    assert worker.failure == "killed by SIGKILL"
 
 
 def test_a_process_that_hangs_on_exit_is_not_waited_for(started, monkeypatch):
@@ -45,20 +45,20 @@ def test_a_process_that_hangs_without_a_log_is_reported(started, monkeypatch):
     monkeypatch.setattr(process, "EXIT_SECONDS", 0.2)
     worker = started("read job; exec 1>&-; exec sleep 60")
     assert worker.answer() is None
-    assert worker.failure == "hangs without an answer"
+    assert worker.failure == "does not respond"
 
 
 def test_a_signal_without_a_name_is_reported_by_number(started):
     worker = started("read job; kill -40 $$")
     assert worker.answer() is None
-    assert worker.failure == "died of signal 40"
+    assert worker.failure == "killed by signal 40"
 
 
 def test_time_in_which_others_were_waited_for_counts(started):
     worker = started("read job; exec sleep 60")
     worker._requested -= 61
     assert worker.answer() is None
-    assert worker.failure == "no answer for 60 s, so it was ended"
+    assert worker.failure == "no response for 60 s, so it was stopped"
 
 
 def test_a_worker_that_ended_accepts_requests_and_gives_no_answer(started):

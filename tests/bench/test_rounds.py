@@ -82,7 +82,7 @@ def test_a_contender_that_runs_out_of_memory_beside_others_is_tried_again(tiny, 
     options = {"compute": "fp32", "compiled": False, "out of memory": True}
     large = Contender(name="large", kind="torch", options=options)
     results, lines = measured(tiny, tmp_path, (PEERS["torch-fp32"], large), repeats=1)
-    assert "large: out of memory beside others, will be tried again" in lines
+    assert "large: out of memory with others on the device, will be retried alone" in lines
     assert lines.count("large: starting") == 2
     assert "out of memory" in results["large"].failure
     assert len(results["torch-fp32"].rounds) == 1
@@ -91,7 +91,7 @@ def test_a_contender_that_runs_out_of_memory_beside_others_is_tried_again(tiny, 
 def test_a_worker_without_an_answer_is_ended(tiny, tmp_path):
     others = children_of(os.getpid())  # what tests before this one have left behind
     results, _ = measured(tiny, tmp_path, (PEERS["torch-fp32"],), timeout_seconds=0.2)
-    assert results["torch-fp32"].failure == "no answer for 0.2 s, so it was ended"
+    assert results["torch-fp32"].failure == "no response for 0.2 s, so it was stopped"
     assert set(children_of(os.getpid())) <= set(others)
 
 

@@ -61,7 +61,7 @@ def test_json_alone_goes_to_stdout_and_the_rest_to_stderr(narrowcast, tiny):
     [
         (["step", "quickstart", "stesp=3"], "did you mean steps"),
         (["step", "quickstart", "--peers", "torch-fp23"], "Did you mean torch-fp32"),
-        (["step", "--json", "lm/gpt-350m"], "put --json last"),
+        (["step", "--json", "lm/gpt-350m"], "Put --json last"),
         (["step", "--json", "no-such-folder/a.json"], "there is no folder 'no-such-folder'"),
         (["step", "quickstart", "--baseline", "nobody"], "no contender is called 'nobody'"),
     ],
@@ -84,7 +84,7 @@ def test_a_bench_that_is_ended_early_keeps_what_it_has_measured(start, tiny, tmp
     rest, error = bench.communicate(timeout=60)
     assert bench.returncode == 130, error
     assert "torch-fp32" in rest.splitlines()[-2] + rest.splitlines()[-1]
-    assert error.strip().endswith("its figures are of what was measured by then")
+    assert error.strip().endswith("the results cover what was measured until then")
     found = json.loads(written.read_text())
     assert found["interrupted"]
     steps = {row["timed_steps"] for row in found["rows"]}

@@ -105,7 +105,7 @@ def test_single_rows_are_named_and_set_up_together(narrowcast, own):
         True
     ] * 2
     assert "bf16 + split" in ended.out
-    assert "* set up beside others" in ended.out
+    assert "* set up in parallel" in ended.out
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_single_rows_are_named_and_set_up_together(narrowcast, own):
         (["--quick", "--ways", "amp", "apm"], ", got apm"),
         (["--together", "0"], "0 is not in the range x>=1"),
         (["--mine", "model.py"], "must be package.module:build"),
-        (["--json", "rows"], "does not end in .json"),
+        (["--json", "rows"], "must end in .json"),
         (["--json", "no-such-folder/a.json"], "there is no folder 'no-such-folder'"),
     ],
 )

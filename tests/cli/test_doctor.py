@@ -26,7 +26,7 @@ SPEEDS = Speeds(
 
 def test_every_format_is_said_to_be_native_emulated_or_impossible(narrowcast):
     ended = narrowcast("doctor")
-    assert (ended.code, ended.err) == (0, "trying this machine …\n")
+    assert (ended.code, ended.err) == (0, "checking this machine …\n")
     rows = {line.split()[0]: line for line in ended.out.splitlines() if line.split()[2:]}
     assert "● native" in rows["fp32"]
     for name in FORMATS:

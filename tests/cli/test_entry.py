@@ -62,7 +62,7 @@ def test_a_misspelt_verb_gets_a_suggestion(narrowcast):
 def test_a_setting_written_as_an_option_is_told_how_to_write_it(narrowcast):
     ended = narrowcast("train", "quickstart", "--precision.policy=fp16")
     assert ended.code == 2
-    assert "write precision.policy=VALUE" in ended.err
+    assert "Write precision.policy=VALUE" in ended.err
 
 
 def test_a_missing_argument_is_bad_input(narrowcast):

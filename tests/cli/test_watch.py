@@ -64,7 +64,7 @@ def test_a_port_that_is_asked_for_and_taken_is_refused(narrowcast, run_path):
         port = other.getsockname()[1]
         ended = narrowcast("watch", run_path, "--port", port)
     assert ended.code == 2
-    assert f"--port: {port} is taken" in ended.err
+    assert f"--port {port} is in use" in ended.err
     assert "--port 0" in ended.err
 
 
@@ -76,7 +76,7 @@ def test_the_next_free_port_is_taken_and_said(watching, run_path):
         process.send_signal(signal.SIGINT)
     _, err = second.communicate(timeout=20)
     port = int(other.rstrip("/").rpartition(":")[2])
-    assert err == f"port {DEFAULT_PORT} is taken, so this is port {port}\n"
+    assert err == f"port {DEFAULT_PORT} is in use; using port {port}\n"
 
 
 @pytest.mark.parametrize("what", ["nothing-here", "."])

@@ -44,7 +44,7 @@ def test_a_missing_field_is_named_and_all_that_is_wrong_is_said_at_once():
     with pytest.raises(ConfigError) as refused:
         load({**without, "role": "x"}, 3)
     text = str(refused.value)
-    assert "entry 1 has no step; write step: 40 (the step it is put into)" in text
+    assert "entry 1 has no step; write step: 40 (step at which the fault is injected)" in text
     assert "entry 1: role needs one of" in text
     assert (
         "entry 2 is 3; write {step: 40, module: blocks.1.mlp.up, role: input, value: inf}" in text

@@ -50,6 +50,6 @@ def test_every_reference_in_the_schema_leads_somewhere(schema):
 def test_bounds_choices_and_descriptions_are_in_the_schema(schema):
     steps = schema["properties"]["steps"]
     assert (steps["type"], steps["minimum"]) == ("integer", 1)
-    assert steps["description"] == "optimizer steps to run, unless epochs says it"
+    assert steps["description"] == "number of optimizer steps, unless epochs is set"
     optimizer = resolve(schema, schema["properties"]["optimizer"])
     assert "adamw" in optimizer["properties"]["name"]["enum"]

@@ -39,8 +39,8 @@ import pytest
         ("precision.loss_scale.scale_groups=head", "needs a list: text each, got 'head'"),
         ("precision.loss_scale.growth_factor=1", "needs a number of at least 2, got 1; e.g. precision.loss_scale.growth_factor=2"),
         ("precision.loss_scale.growth_factor=1.5", "needs a number of at least 2, got 1.5; e.g. precision.loss_scale.growth_factor=2"),
-        ("precision.loss_scale.growth_factor=3", "growth_factor=3: only powers of two scale exactly; write 2"),
-        ("precision.loss_scale.backoff_factor=.3", "backoff_factor=.3: only powers of two scale exactly; write 0.25"),
+        ("precision.loss_scale.growth_factor=3", "growth_factor=3: must be a power of two. Write 2"),
+        ("precision.loss_scale.backoff_factor=.3", "backoff_factor=.3: must be a power of two. Write 0.25"),
         ("precision.loss_scale.backoff_factor=1", "needs a number above 0 and below 1, got 1"),
         ("precision.loss_scale.min_scale=0", "needs a number of at least 5.96046e-08"),
         ("device=gpu", "needs auto, cpu, mps, cuda or cuda:N, got 'gpu'; e.g. device=auto"),
@@ -57,13 +57,13 @@ def test_a_wrong_value_is_refused_with_what_the_setting_takes(refusal, word, mes
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["precision.loss_scale.min_scale=4e5"], "precision.loss_scale.min_scale=4e5: min_scale 400000 is above max_scale 262144; lower one, or raise the other"),
-        (["precision.loss_scale.init_scale=1e30"], "precision.loss_scale.init_scale=1e30: init_scale 1e+30 is above max_scale 262144; write init_scale=262144, or raise max_scale"),
-        (["precision.loss_scale.max_scale=1024"], "precision.loss_scale.max_scale=1024: init_scale 65536 is above max_scale 1024; write init_scale=1024, or raise max_scale"),
-        (["precision.loss_scale.init_scale=.5"], "init_scale 0.5 is below min_scale 1; write init_scale=1, or lower min_scale"),
-        (["optimizer.momentum=.9"], "optimizer.momentum=.9: adamw has no momentum; leave momentum out, or choose sgd or rmsprop"),
-        (["optimizer.name=sgd", "optimizer.betas=[.9, .95]"], "optimizer.betas=[.9, .95]: sgd has no betas; leave betas out, or choose adamw or adam"),
-        (["lr_schedule.min_lr_ratio=.1"], "leave min_lr_ratio out, or choose cosine or linear"),
+        (["precision.loss_scale.min_scale=4e5"], "precision.loss_scale.min_scale=4e5: min_scale must be at most max_scale, got 400000 and 262144"),
+        (["precision.loss_scale.init_scale=1e30"], "precision.loss_scale.init_scale=1e30: init_scale must be at most max_scale 262144, got 1e+30. Write init_scale=262144, or raise max_scale"),
+        (["precision.loss_scale.max_scale=1024"], "precision.loss_scale.max_scale=1024: init_scale must be at most max_scale 1024, got 65536. Write init_scale=1024, or raise max_scale"),
+        (["precision.loss_scale.init_scale=.5"], "init_scale must be at least min_scale 1, got 0.5. Write init_scale=1, or lower min_scale"),
+        (["optimizer.momentum=.9"], "optimizer.momentum=.9: adamw has no momentum. Leave momentum out, or choose sgd or rmsprop"),
+        (["optimizer.name=sgd", "optimizer.betas=[.9, .95]"], "optimizer.betas=[.9, .95]: sgd has no betas. Leave betas out, or choose adamw or adam"),
+        (["lr_schedule.min_lr_ratio=.1"], "min_lr_ratio has no effect in a constant schedule. Leave it out, or choose cosine or linear"),
     ],
 )  # fmt: skip
 def test_settings_that_exclude_each_other_are_refused(refusal, words, message):

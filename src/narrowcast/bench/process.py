@@ -69,7 +69,7 @@ class Worker:
             answer = self._answers.get(timeout=max(0.0, remaining))
         except queue.Empty:
             answer = None
-            self.failure = f"no answer for {self._timeout_seconds:g} s, so it was ended"
+            self.failure = f"no response for {self._timeout_seconds:g} s, so it was stopped"
         else:
             self.failure = "" if answer else self._exit_reason()
         if self.failure:
@@ -102,10 +102,10 @@ class Worker:
             code = self._process.wait(timeout=EXIT_SECONDS)
         if code is not None and code < 0:
             known = -code in set(signal.Signals)
-            return f"died of {signal.Signals(-code).name if known else f'signal {-code}'}"
+            return f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
         lines = [line.strip() for line in self.tail() if line.strip()]
         if code == 0 or not lines:
-            return "hangs without an answer" if code is None else f"ended with exit code {code}"
+            return "does not respond" if code is None else f"exited with code {code}"
         return lines[-1].removeprefix("narrowcast.errors.")[:REASON_LETTERS]
 
     def _listen(self) -> None:

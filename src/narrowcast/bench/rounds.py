@@ -28,7 +28,7 @@ from narrowcast.workloads import load_recipe
 Log = Callable[[str], None]
 """Takes a line of progress."""
 
-INTERRUPTED = "interrupted before its turn"
+INTERRUPTED = "interrupted before it was measured"
 OUT_OF_MEMORY = "out of memory"
 """Part of the messages of torch, CUDA and cuBLAS."""
 USABLE_SHARE = 0.85
@@ -256,7 +256,7 @@ class Rounds:
         worker.kill()
         in_parallel = bool(self._workers)
         if OUT_OF_MEMORY in worker.failure.lower() and in_parallel and self._attempts[name] == 1:
-            self._log(f"{name}: out of memory beside others, will be tried again")
+            self._log(f"{name}: out of memory with others on the device, will be retried alone")
             self._results[name].rounds = []
             self._out_of_memory.append(self._results[name].contender)
             return

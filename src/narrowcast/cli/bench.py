@@ -18,10 +18,10 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 @click.group()
 def bench() -> None:
-    """Measure policies and peers side by side.
+    """Benchmark policies against other libraries.
 
-    Every contender runs in a process of its own and is timed while no other does anything. A
-    contender that cannot run says why.
+    Each contender runs in its own process and is timed while the others are idle. The table shows
+    why a contender could not run.
     """
 
 
@@ -30,10 +30,10 @@ def _checked_json(context: click.Context, option: click.Parameter, value: str | 
     if value is None or (value == STDOUT and context.info_name == "step"):
         return value
     if not value.endswith(".json"):
-        hint = "; put --json last, or name a file" if context.info_name == "step" else ""
-        raise click.BadParameter(f"{value!r} does not end in .json{hint}")
+        hint = ". Put --json last, or name a file" if context.info_name == "step" else ""
+        raise click.BadParameter(f"the file must end in .json, got {value!r}{hint}")
     if not Path(value).parent.is_dir():  # raised now, not after everything is measured
-        raise click.BadParameter(f"there is no folder {str(Path(value).parent)!r}; make it")
+        raise click.BadParameter(f"there is no folder {str(Path(value).parent)!r}. Create it first")
     return value
 
 
@@ -51,30 +51,32 @@ def _seconds_option(
 
 
 warm_option = click.option(
-    "--warm", is_flag=True, help="Share the compiler caches on disk; by default they begin empty."
+    "--warm",
+    is_flag=True,
+    help="Reuse the compiler caches on disk. By default every contender starts with empty caches.",
 )
 logs_option = click.option(
-    "--logs", metavar="DIR", type=click.Path(path_type=Path), help="Keep the logs here."
+    "--logs", metavar="DIR", type=click.Path(path_type=Path), help="Save the logs in this folder."
 )
 
 
 @bench.command()
 @click.argument("recipe", default="lm/gpt-350m")
 @overrides_argument
-@click.option("--peers", metavar="A,B,…", help="Peers by name; all; or none.")
-@click.option("--policies", metavar="'P | Q | …'", help="Policies, with | between; or none.")
+@click.option("--peers", metavar="A,B,…", help="Comma-separated peers, all, or none.")
+@click.option("--policies", metavar="'P | Q | …'", help="Policies separated by |, or none.")
 @click.option("--baseline", metavar="NAME", help="Baseline for the reported speedups.")
 @click.option(
     "--together",
     type=click.IntRange(1),
-    help="Contenders on the device at once.  [default: as many as fit]",
+    help="Number of contenders set up on the device at once.  [default: as many as fit]",
 )
 @click.option(
     "--repeats",
     type=click.IntRange(1),
     default=5,
     show_default=True,
-    help="Rounds; everyone has a turn in each.",
+    help="Number of rounds. Each contender is timed once per round.",
 )
 @click.option(
     "--steps",
@@ -83,7 +85,9 @@ logs_option = click.option(
     show_default=True,
     help="Timed steps per round.",
 )
-@_seconds_option("--timeout", default=900, text="End a contender without an answer for so long.")
+@_seconds_option(
+    "--timeout", default=900, text="Stop a contender that does not respond for this long."
+)
 @warm_option
 @logs_option
 @click.option(
@@ -93,15 +97,15 @@ logs_option = click.option(
     is_flag=False,
     flag_value=STDOUT,
     callback=_checked_json,
-    help="Write the figures to FILE.json; without a name, print them instead.",
+    help="Write the results to FILE.json. Without a file name, print JSON instead of the table.",
 )
 @quiet_option
 def step(json_file: str | None, quiet: bool, timeout: float, warm: bool, **settings: Any) -> None:
-    """Time whole training steps of RECIPE.
+    """Time complete training steps of RECIPE.
 
-    Everyone trains the same model on the same batches, with the recipe's optimizer and clipping.
-    The table has medians, quartiles, speed against the baseline, items (tokens, series) per second,
-    peak memory, and the seconds of the first step (compilation).
+    All contenders train the same model on the same batches, with the recipe's optimizer and
+    clipping. The table shows median and quartiles, speedup over the baseline, items (tokens,
+    series) per second, peak memory, and the duration of the first step, which includes compilation.
     """
     from narrowcast.workloads import load_recipe
 
@@ -121,7 +125,9 @@ def step(json_file: str | None, quiet: bool, timeout: float, warm: bool, **setti
     elif json_file is not None:
         Path(json_file).write_text(dumps(figures.data, indent=1) + "\n", encoding="utf-8")
     if figures.interrupted:
-        raise Interrupted("the bench was interrupted; its figures are of what was measured by then")
+        raise Interrupted(
+            "the benchmark was interrupted; the results cover what was measured until then"
+        )
 
 
 class _WithLists(click.Command):
@@ -145,26 +151,32 @@ def _repeated(arguments: Sequence[str]) -> list[str]:
 
 
 @bench.command(cls=_WithLists)
-@click.option("--only", multiple=True, metavar="NAME ...", help="Models of the zoo by name.")
-@click.option("--mine", metavar="MODULE:BUILD", help="Your own model: what build() returns.")
+@click.option("--only", multiple=True, metavar="NAME ...", help="Models to train, by name.")
+@click.option("--mine", metavar="MODULE:BUILD", help="Your own model, as returned by build().")
 @click.option(
     "--ways",
     multiple=True,
     metavar="WAY ...",
-    help="Some of amp, liger, torchao, ours; or single rows by name.",
+    help="Any of amp, liger, torchao, ours, or single rows by name.",
 )
-@click.option("--modes", multiple=True, metavar="MODE ...", help="Of eager, compiled, graphed.")
-@click.option("--quick", is_flag=True, help="Tiny models, on a CPU too; times mean nothing.")
+@click.option("--modes", multiple=True, metavar="MODE ...", help="Any of eager, compiled, graphed.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Use tiny models that also run on a CPU. Their times mean nothing.",
+)
 @click.option(
     "--together",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
     metavar="N",
-    help="Set N rows up at the same time; they are still timed one at a time.",
+    help="Set up N rows at the same time. They are still timed one at a time.",
 )
-@_seconds_option("--seconds", text="Start no further row after so long; the table lists the rest.")
-@_seconds_option("--timeout", default=600, text="End a row without an answer for so long.")
+@_seconds_option(
+    "--seconds", text="Start no more rows after this time. The table lists the rows left out."
+)
+@_seconds_option("--timeout", default=600, text="Stop a row that does not respond for this long.")
 @warm_option
 @logs_option
 @click.option(
@@ -172,11 +184,11 @@ def _repeated(arguments: Sequence[str]) -> list[str]:
     "json_file",
     metavar="FILE",
     callback=_checked_json,
-    help="Save rows in FILE.json, and continue the rows that are there.",
+    help="Save rows in FILE.json. Rows already in the file are not measured again.",
 )
 @quiet_option
 def models(json_file: str | None, quiet: bool, timeout: float, warm: bool, **settings: Any) -> None:
-    """Train well-known models, or your own with --mine, in several ways.
+    """Benchmark well-known models, or your own with --mine.
 
     Each row has milliseconds per step, peak memory, the seconds of the first step with its
     compilation, and the loss of the thirtieth step, against torch's mixed precision in the same
@@ -196,4 +208,6 @@ def models(json_file: str | None, quiet: bool, timeout: float, warm: bool, **set
     zoo = measure_models(request, log=lambda line: progress.print(line, style="dim"))
     print_models(screen(quiet=quiet), zoo)
     if zoo.interrupted:
-        raise Interrupted("the bench was interrupted; its table is of what was measured by then")
+        raise Interrupted(
+            "the benchmark was interrupted; the table shows what was measured until then"
+        )

@@ -13,16 +13,18 @@ if TYPE_CHECKING:
 @click.command()
 @json_option
 @click.option(
-    "--measure", is_flag=True, help="Measure fp8 on this GPU first, and let plans use it from now."
+    "--measure",
+    is_flag=True,
+    help="Measure fp8 on this GPU first. Plans use the result from then on.",
 )
 def doctor(as_json: bool, measure: bool) -> None:
-    """Show what this machine runs natively, and what to use."""
+    """Show which formats this machine supports, and recommend one."""
     import json
 
     from narrowcast.cli.view.screen import screen, working
 
     console = screen(to_stderr=as_json)
-    with working(screen(quiet=as_json, to_stderr=True), "trying this machine"):
+    with working(screen(quiet=as_json, to_stderr=True), "checking this machine"):
         from narrowcast.hardware import detect_hardware
         from narrowcast.precision.plan.presets import recommended
         from narrowcast.runs import describe_environment

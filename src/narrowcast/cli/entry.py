@@ -91,12 +91,14 @@ def _registry() -> Registry:
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="RECIPE is a shipped name (see `narrowcast recipes`) or a YAML file. KEY=VALUE words "
-    "win over it: steps=200 precision.policy=fp16.",
+    epilog=(
+        "RECIPE is the name of a shipped recipe (see `narrowcast recipes`) or a YAML file. "
+        "KEY=VALUE arguments override its settings: steps=200 precision.policy=fp16."
+    ),
 )
 @click.version_option(__version__, prog_name="narrowcast")
 def narrowcast() -> None:
-    """Train PyTorch models in fewer bits, and know that it is safe."""
+    """Mixed- and low-precision training for PyTorch."""
 
 
 for verb in VERBS:
@@ -134,7 +136,7 @@ def run_command(overrides: Sequence[str]) -> int:
             error.show()
         if isinstance(error, click.NoSuchOption):
             setting = error.option_name.lstrip("-").partition("=")[0]
-            _complain(f"Settings of a recipe have no dashes: write {setting}=VALUE")
+            _complain(f"Recipe settings have no dashes. Write {setting}=VALUE")
         return error.exit_code
     except NarrowcastError as error:
         _complain(f"narrowcast: {error}")

@@ -9,12 +9,17 @@ from narrowcast.cli.options import json_option, overrides_argument, recipe_argum
 @recipe_argument
 @overrides_argument
 @json_option
-@click.option("--all", "every", is_flag=True, help="One row for every module, none folded.")
+@click.option(
+    "--all",
+    "every",
+    is_flag=True,
+    help="Show one row per module instead of grouping similar modules.",
+)
 def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) -> None:
-    """Show which formats every module would get, and why.
+    """Show the number formats of every module, and why.
 
-    The model is planned from its shapes: no weight is allocated and no data is read. Of a run with
-    a precision.schedule every phase is shown.
+    The plan is made from the model's shapes. No weights are allocated and no data is read. With a
+    precision.schedule, every phase is shown.
     """
     from narrowcast.workloads import load_recipe
 

@@ -5,7 +5,7 @@ import click
 
 @click.command()
 def recipes() -> None:
-    """List the recipes there are, one line each."""
+    """List the shipped recipes."""
     from narrowcast.workloads import REGISTRY, shipped_recipes
 
     matches = shipped_recipes()

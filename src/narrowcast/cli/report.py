@@ -8,7 +8,7 @@ from narrowcast.cli.options import json_option, run_argument
 @click.command()
 @run_argument
 def report(folder: str) -> None:
-    """Write DIR/report.html again, from the records in DIR."""
+    """Rewrite DIR/report.html from the records in DIR."""
     from narrowcast.runner.report_sections import write_run_report
 
     click.echo(str(write_run_report(folder)))
@@ -18,15 +18,20 @@ def report(folder: str) -> None:
 @click.argument("folders", metavar="DIR DIR...", nargs=-1, required=True, type=click.Path())
 @click.option(
     "--metric",
-    help="What to compare by; without it, the first of the task that all were evaluated by. "
-    "loss/NAME is a part of the training loss.",
+    help=(
+        "Metric to compare by.  [default: the task's first metric that every run has] Write "
+        "loss/NAME for a part of the training loss."
+    ),
 )
 @click.option(
     "--target",
     type=float,
-    help="The value whose time is told; without it, the best that every run reached.",
+    help=(
+        "Report the time each run takes to reach this value.  [default: the best value that "
+        "every run reached]"
+    ),
 )
-@click.option("--html", "page", metavar="FILE", type=click.Path(), help="Also write a page.")
+@click.option("--html", "page", metavar="FILE", type=click.Path(), help="Also write an HTML page.")
 @json_option
 def compare(
     folders: tuple[str, ...],
@@ -38,7 +43,7 @@ def compare(
 ) -> None:
     """Compare the runs in two or more folders.
 
-    Runs that share everything but the seed are taken together, with an interval over their seeds.
+    Runs that differ only in the seed form one group, with a confidence interval over the seeds.
     """
     from narrowcast.report.compare.comparison import compare as compare_runs
     from narrowcast.runs import strict_json

@@ -15,11 +15,11 @@ from narrowcast.errors import ConfigError
     "--out",
     metavar="DIR",
     type=click.Path(),
-    help="Folder of the run, new or empty.  [default: runs/NAME, or the first free runs/NAME-2 …]",
+    help="Output folder, new or empty.  [default: runs/NAME, or the first free runs/NAME-2 …]",
 )
 @quiet_option
 def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool) -> None:
-    """Train RECIPE, show how it goes, and write a report."""
+    """Train RECIPE, show progress, and write a report."""
     from narrowcast.cli.view.screen import lasting_screen, say, working
     from narrowcast.runner.out_dir import out_dir
     from narrowcast.workloads import load_recipe
@@ -27,7 +27,9 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
     if out is not None:
         # A shell leaves ~ as it is in --out=~/runs, and gives nothing for a variable that is unset.
         if not out.strip():
-            raise ConfigError("--out was given nothing; name a folder, or leave it out")
+            raise ConfigError(
+                "--out must name a folder, got an empty string. Name one, or leave --out out"
+            )
         out = str(Path(out).expanduser())
     loaded = load_recipe(recipe, overrides)
     console = lasting_screen(quiet=quiet)
@@ -46,7 +48,11 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
             print_task_row(console, run.task_row)
         print_strategy(console, strategy_row(run.recipe, run.plan))
         if any(module.how == "emulated" for module in run.plan.modules):
-            say(console, "note", "emulated formats compute as theirs and take longer than fp32")
+            say(
+                console,
+                "note",
+                "emulated formats give the numbers of the real format but run slower than fp32",
+            )
         run_loop(run, console=console)
 
 
@@ -57,17 +63,20 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
     "--accept",
     multiple=True,
     type=click.Choice(["data", "settings", "records"]),
-    help="Go on in spite of a difference: with other data; with the checkpoint's settings where "
-    "resolved.json has others; with records that lack steps. May be given more than once.",
+    help=(
+        "Continue although this differs: data (other training data), settings (use those of the "
+        "checkpoint instead of resolved.json), records (steps are missing from records.jsonl). "
+        "May be repeated."
+    ),
 )
 @quiet_option
 def resume(folder: str, overrides: tuple[str, ...], accept: tuple[str, ...], quiet: bool) -> None:
-    """Continue the run in DIR, bit for bit.
+    """Resume the run in DIR. Resuming is bit-exact.
 
-    It goes on from its last checkpoint; without one it begins again, in the same folder.
-    KEY=VALUE may set steps, device, checkpoint.*, eval.*, memory.*, data.workers, data.prefetch and
-    trackers.
-    Data, settings and records that are not those of the checkpoint are refused.
+    The run continues from its last checkpoint. Without a checkpoint it starts again in the same
+    folder. KEY=VALUE may set steps, device, checkpoint.*, eval.*, memory.*, data.workers,
+    data.prefetch and trackers. If data, settings or records do not match the checkpoint, the
+    command stops with an error.
     """
     from narrowcast.cli.output import outlive_output
     from narrowcast.cli.view.screen import lasting_screen, say, working
@@ -87,7 +96,11 @@ def resume(folder: str, overrides: tuple[str, ...], accept: tuple[str, ...], qui
     with ready as run:
         introduce(console, run.recipe, plan=run.plan, notes=run.task.info.notes, folder=folder)
         step = run.resumed_from
-        say(console, "from", f"step {step}" if step else "the beginning: it has no checkpoint yet")
+        say(
+            console,
+            "from",
+            f"step {step}" if step else ("the beginning, because there is no checkpoint yet"),
+        )
         for notice in run.notices:
             say(console, "note", notice, style="yellow")
         run_loop(run, console=console)

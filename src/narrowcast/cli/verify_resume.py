@@ -15,19 +15,24 @@ NOT_EQUAL = 1
     "--out",
     metavar="DIR",
     type=click.Path(),
-    help="Keep both runs here; otherwise only where they differ.",
+    help="Keep both runs in this folder. By default they are kept only if they differ.",
 )
-@click.option("--seed", default=0, show_default=True, help="Chooses the step to kill the run at.")
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    help="Random seed that picks the step at which the run is killed.",
+)
 @quiet_option
 def verify_resume(
     recipe: str, overrides: tuple[str, ...], out: str | None, seed: int, quiet: bool
 ) -> None:
-    """Check that a killed and resumed run is the same run.
+    """Check that resuming a killed run is bit-exact.
 
-    Trains RECIPE straight, and again with a kill -9 and a resume, and compares bit for bit.
+    Trains RECIPE twice: once without interruption, and once killed with kill -9 and resumed.
 
-    Exits with 0 if records, weights, optimizer, scale and random state are all the same, with 1
-    if anything differs.
+    Exits with 0 if records, weights, optimizer state, loss scale and random state are identical,
+    and with 1 if anything differs.
     """
     import shutil
     import tempfile
@@ -52,7 +57,7 @@ def verify_resume(
     course = f"killed after step {check.killed_after} of {check.steps}, resumed from {where}"
     if not check.equal:
         click.echo(
-            f"narrowcast: not equal: {course}: {check.difference}; both runs are in {folder}",
+            f"narrowcast: not equal: {course}: {check.difference}. Both runs are in {folder}",
             err=True,
         )
         click.get_current_context().exit(NOT_EQUAL)

@@ -23,21 +23,21 @@ TRIED = 100
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    help="Port to listen on; 0: any free one.  [default: 6116, or the next free one]",
+    help="Port to listen on, 0 for any free port.  [default: 6116, or the next free one]",
 )
-@click.option("--open/--no-open", "opened", default=False, help="Open the page in a browser too.")
+@click.option("--open/--no-open", "opened", default=False, help="Open the page in a browser.")
 def watch(folder: str, port: int | None, opened: bool) -> None:
-    """Show the run in DIR as it goes on, on a page of this machine.
+    """Show the run in DIR on a live local page.
 
-    The page follows a run that is going on, one that is resumed, and one that has ended. It is
-    read-only, and only this machine can reach it. Ctrl-C ends it.
+    The page works for running, resumed and finished runs. It is read-only and is served on
+    localhost only. Press Ctrl-C to stop it.
     """
     from narrowcast.runs import RunFolder
 
     with RunFolder.open(folder) as run:
         server = _server(run.path, port)
     with contextlib.suppress(KeyboardInterrupt):
-        click.echo(f"watching {folder} at {server.url}  (Ctrl-C ends it)")
+        click.echo(f"watching {folder} at {server.url}  (press Ctrl-C to stop)")
         if opened:
             import webbrowser
 
@@ -58,10 +58,10 @@ def _server(folder: "Path", port: int | None) -> "WatchServer":
                 raise
             continue
         if tried != wanted[0]:
-            click.echo(f"port {wanted[0]} is taken, so this is port {tried}", err=True)
+            click.echo(f"port {wanted[0]} is in use; using port {tried}", err=True)
         return server
-    taken = "are taken" if len(wanted) > 1 else "is taken, or not yours to use"
+    taken = "are taken" if len(wanted) > 1 else "is in use, or you may not use it"
     raise ConfigError(
-        f"--port: {'–'.join(dict.fromkeys(str(p) for p in (wanted[0], wanted[-1])))} {taken}; "
-        "write --port 0 for any free one"
+        f"--port {'–'.join(dict.fromkeys(str(p) for p in (wanted[0], wanted[-1])))} {taken}. "
+        "Write --port 0 for any free port"
     )

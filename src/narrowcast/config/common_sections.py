@@ -43,7 +43,7 @@ def _power_of_two(value: float) -> float:
     """Refuse a factor that would not scale exactly."""
     mantissa, exponent = math.frexp(value)
     if mantissa != 0.5:
-        raise ValueError(f"only powers of two scale exactly; write {math.ldexp(0.5, exponent):g}")
+        raise ValueError(f"must be a power of two. Write {math.ldexp(0.5, exponent):g}")
     return value
 
 
@@ -55,22 +55,26 @@ class OptimizerSection(Section):
     """The torch optimizer; the defaults are torch's for AdamW."""
 
     name: OptimizerName = Field(default="adamw", description="torch optimizer")
-    lr: float = Field(
-        default=1e-3, ge=0, le=LARGEST_RATE, description="learning rate at its highest"
-    )
+    lr: float = Field(default=1e-3, ge=0, le=LARGEST_RATE, description="peak learning rate")
     weight_decay: float = Field(
         default=0.01,
         ge=0,
         le=LARGEST_RATE,
-        description="weight decay on parameters of two or more dimensions",
+        description="weight decay of parameters with two or more dimensions",
     )
     betas: tuple[Share, Share] = Field(
-        default=(0.9, 0.999), description="decay of the two moments (adam, adamw)"
+        default=(0.9, 0.999), description="decay rates of the two moments (adam, adamw)"
     )
-    eps: float = Field(default=1e-8, gt=0, le=LARGEST_RATE, description="added to the denominator")
+    eps: float = Field(
+        default=1e-8,
+        gt=0,
+        le=LARGEST_RATE,
+        description="term added to the denominator (adam, adamw, rmsprop)",
+    )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum (sgd, rmsprop)")
     fused: bool | None = Field(
-        default=None, description="one kernel for all parameters; none: where the device has it"
+        default=None,
+        description="use torch's fused optimizer kernel; none: if the device supports it",
     )
 
     @model_validator(mode="after")
@@ -79,7 +83,7 @@ class OptimizerSection(Section):
         defaults = type(self).model_fields
         check_conflicts(
             [
-                ((key, "name"), f"{self.name} has no {key}; leave {key} out, or choose {takers}")
+                ((key, "name"), f"{self.name} has no {key}. Leave {key} out, or choose {takers}")
                 for key in ("betas", "eps", "momentum", "fused")
                 if key not in OBEYED_BY[self.name]
                 and getattr(self, key) not in (defaults[key].default, False)
@@ -93,22 +97,25 @@ class LrScheduleSection(Section):
     """How the learning rate moves over the run."""
 
     name: Literal["constant", "cosine", "linear"] = Field(
-        default="constant", description="course of the learning rate after the warmup"
+        default="constant", description="shape of the learning rate schedule after warmup"
     )
     warmup: int = Field(
-        default=0, ge=0, le=MOST_STEPS, description="steps over which lr rises to its highest"
+        default=0,
+        ge=0,
+        le=MOST_STEPS,
+        description="steps over which the learning rate rises to its peak",
     )
     warmup_ratio: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="the same as a share of all steps, rounded up, instead of warmup",
+        description="warmup as a fraction of all steps, rounded up; use instead of warmup",
     )
     min_lr_ratio: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="share of lr left when the run is over (cosine, linear)",
+        description="learning rate at the last step as a fraction of lr (cosine, linear)",
     )
 
     @model_validator(mode="after")
@@ -116,12 +123,12 @@ class LrScheduleSection(Section):
         """Refuse an end value for a schedule that does not fall."""
         if self.name == "constant" and self.min_lr_ratio not in (0.0, 1.0):
             text = (
-                "a constant schedule does not decay; leave min_lr_ratio out, or choose cosine "
-                "or linear"
+                "min_lr_ratio has no effect in a constant schedule. Leave it out, or choose "
+                "cosine or linear"
             )
             check_conflicts([(("min_lr_ratio", "name"), text)])
         if self.warmup and self.warmup_ratio:
-            text = "warmup says it in steps already; leave warmup_ratio out, or warmup"
+            text = "set warmup or warmup_ratio, not both"
             check_conflicts([(("warmup_ratio", "warmup"), text)])
         return self
 
@@ -139,7 +146,10 @@ class EmaSection(Section):
     """The moving average of the weights."""
 
     decay: float | None = Field(
-        default=None, ge=0, lt=1, description="share of the average kept a step; none: no average"
+        default=None,
+        ge=0,
+        lt=1,
+        description="decay of the moving average per step; none: no average",
     )
 
 
@@ -150,37 +160,52 @@ class LossScaleSection(Section):
         default=65536.0,
         ge=SMALLEST_SCALE,
         le=LARGEST_SCALE,
-        description="scale of the first step",
+        description="initial loss scale",
     )
     growth_factor: PowerOfTwo = Field(
-        default=2.0, ge=2, le=LARGEST_SCALE, description="factor after growth_interval calm steps"
+        default=2.0,
+        ge=2,
+        le=LARGEST_SCALE,
+        description="factor applied after growth_interval steps without overflow",
     )
     backoff_factor: PowerOfTwo = Field(
-        default=0.5, gt=0, lt=1, description="factor after an overflow"
+        default=0.5, gt=0, lt=1, description="factor applied after an overflow"
     )
     growth_interval: int = Field(
-        default=2000, ge=1, le=MOST_STEPS, description="calm steps before it grows"
+        default=2000,
+        ge=1,
+        le=MOST_STEPS,
+        description="steps without overflow before the scale grows",
     )
     min_scale: float = Field(
-        default=1.0, ge=SMALLEST_SCALE, le=LARGEST_SCALE, description="the floor, 2**-24 or more"
+        default=1.0,
+        ge=SMALLEST_SCALE,
+        le=LARGEST_SCALE,
+        description="lower limit of the scale, at least 2**-24",
     )
     max_scale: float = Field(
-        default=262144.0, ge=SMALLEST_SCALE, le=LARGEST_SCALE, description="the ceiling"
+        default=262144.0,
+        ge=SMALLEST_SCALE,
+        le=LARGEST_SCALE,
+        description="upper limit of the scale",
     )
     hysteresis: int = Field(
-        default=1, ge=1, le=MOST_STEPS, description="overflows in a row before it backs off"
+        default=1,
+        ge=1,
+        le=MOST_STEPS,
+        description="consecutive overflows before the scale is reduced",
     )
     dynamic: bool = Field(default=True, description="false: the scale stays at init_scale")
     max_skipped_steps: int = Field(
         default=50,
         ge=1,
         le=MOST_STEPS,
-        description="overflows in a row at the floor before giving up",
+        description="consecutive overflows at min_scale before the run stops",
     )
     scale_groups: tuple[str, ...] = Field(
         default=(),
         max_length=MOST_ENTRIES,
-        description="globs of modules that get a scale of their own",
+        description="globs of modules that get a loss scale of their own",
     )
 
     @model_validator(mode="after")
@@ -188,18 +213,18 @@ class LossScaleSection(Section):
         """Refuse bounds that exclude each other or the first scale."""
         low, first, high = self.min_scale, self.init_scale, self.max_scale
         if low > high:
-            text = f"min_scale {low:g} is above max_scale {high:g}; lower one, or raise the other"
+            text = f"min_scale must be at most max_scale, got {low:g} and {high:g}"
             check_conflicts([(("min_scale", "max_scale"), text)])
         if first > high:
             text = (
-                f"init_scale {first:g} is above max_scale {high:g}; "
-                f"write init_scale={high:g}, or raise max_scale"
+                f"init_scale must be at most max_scale {high:g}, got {first:g}. Write "
+                f"init_scale={high:g}, or raise max_scale"
             )
             check_conflicts([(("init_scale", "max_scale"), text)])
         if first < low:
             text = (
-                f"init_scale {first:g} is below min_scale {low:g}; "
-                f"write init_scale={low:g}, or lower min_scale"
+                f"init_scale must be at least min_scale {low:g}, got {first:g}. Write "
+                f"init_scale={low:g}, or lower min_scale"
             )
             check_conflicts([(("init_scale", "min_scale"), text)])
         return self
@@ -209,22 +234,31 @@ class AdaptSection(Section):
     """When modules get a wider format than the policy's, and when they return."""
 
     enabled: bool = Field(
-        default=False, description="widen modules that overflow, saturate or lose their gradients"
+        default=False,
+        description=(
+            "use a wider format for modules that overflow, saturate or lose their gradients"
+        ),
     )
     max_fraction: float = Field(
-        default=0.25, ge=0, le=1, description="share of modules widened at once"
+        default=0.25, ge=0, le=1, description="maximum fraction of modules widened at once"
     )
     cooldown: int = Field(
-        default=100, ge=1, le=MOST_STEPS, description="steps between two changes of a module"
+        default=100,
+        ge=1,
+        le=MOST_STEPS,
+        description="minimum steps between two changes of a module",
     )
     calm_steps: int = Field(
-        default=1000, ge=1, le=MOST_STEPS, description="steps without trouble before it returns"
+        default=1000,
+        ge=1,
+        le=MOST_STEPS,
+        description="steps without trouble before a module returns to its format",
     )
     overflows: int = Field(
         default=0,
         ge=0,
         le=MOST_STEPS,
-        description="overflows in a row that widen the whole policy, until it is calm; 0: never",
+        description="consecutive overflows after which the whole policy is widened; 0: never",
     )
 
     @model_validator(mode="after")
@@ -234,7 +268,13 @@ class AdaptSection(Section):
             return self
         check_conflicts(
             [
-                ((key,), f"no module is widened; write adapt.enabled=true too, or leave {key} out")
+                (
+                    (key,),
+                    (
+                        f"{key} has no effect while adapt is off. Write adapt.enabled=true too, or "
+                        f"leave {key} out"
+                    ),
+                )
                 for key in ("max_fraction", "cooldown", "calm_steps")
                 if getattr(self, key) != type(self).model_fields[key].default
             ]
@@ -246,40 +286,46 @@ class PrecisionSection(Section):
     """Which formats the run computes and keeps its numbers in."""
 
     policy: PolicyText = Field(
-        default="default", min_length=1, description="name of a preset, or the text of a policy"
+        default="default", min_length=1, description="preset name, or the text of a policy"
     )
     overrides: dict[str, PolicyText] = Field(
         default_factory=dict,
         max_length=MOST_OVERRIDES,
-        description="module glob: policy for the modules it matches",
+        description="policy per module glob, for the modules that match",
     )
     emulate: bool | None = Field(
         default=None,
-        description="none: where the machine lacks the format; true: always; false: refuse instead",
+        description=(
+            "none: emulate formats the hardware lacks; true: always emulate; false: raise an "
+            "error instead"
+        ),
     )
     skip_slow_fp8: bool = Field(
         default=True,
-        description="keep a layer in bf16 where fp8 gains nothing, as measured on this GPU",
+        description="use bf16 for layers where fp8 is not faster, as measured on this GPU",
     )
     loss_scale: LossScaleSection = Field(
-        default_factory=LossScaleSection, description="the factor on the loss"
+        default_factory=LossScaleSection, description="loss scaling"
     )
     adapt: AdaptSection = Field(
-        default_factory=AdaptSection, description="formats that follow what tensors show"
+        default_factory=AdaptSection,
+        description="adaptive precision: formats change with what the tensors show",
     )
     schedule: Schedule = Field(
         default=(),
         max_length=MOST_ENTRIES,
-        description="phases of the run, each {policy, overrides, until}; none: one",
+        description="phases of the run, each {policy, overrides, until}; empty: a single phase",
     )
     fuse: Fuse = Field(
         default="auto",
-        description="pieces computed as one where the model is known to have them: auto, none, "
-        "or some of loss, gelu, layer_norm, mask, rms_norm, rotary, swiglu",
+        description=(
+            "operations to fuse: auto, none, or any of loss, gelu, layer_norm, mask, rms_norm, "
+            "rotary, swiglu"
+        ),
     )
     task: TaskName | None = Field(
         default=None,
-        description="what is trained: chooses defaults here, of clip_norm and of memory",
+        description="kind of training, e.g. sft; sets defaults of precision, clip_norm and memory",
     )
 
 
@@ -290,44 +336,60 @@ class CheckpointSection(Section):
         default=0,
         ge=0,
         le=MOST_STEPS,
-        description="steps between; 0: at the end and on signals",
+        description="steps between checkpoints; 0: only at the end and on signals",
     )
     keep: int = Field(
-        default=2, ge=1, le=MOST_STEPS, description="checkpoints kept; older ones are deleted"
+        default=2,
+        ge=1,
+        le=MOST_STEPS,
+        description="number of checkpoints to keep; older ones are deleted",
     )
     background: bool = Field(
-        default=False, description="a thread writes them, and training waits for the copy alone"
+        default=False,
+        description="write checkpoints in a background thread; training waits only for the copy",
     )
 
 
 class EvalSection(Section):
     """When the model is evaluated."""
 
-    every: int = Field(default=0, ge=0, le=MOST_STEPS, description="steps between; 0: at the end")
+    every: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_STEPS,
+        description="steps between evaluations; 0: only at the end",
+    )
     patience: int = Field(
         default=0,
         ge=0,
         le=MOST_STEPS,
-        description="evaluations in a row without improvement that end the run; 0: any number",
+        description="stop after this many consecutive evaluations without improvement; 0: never",
     )
     min_delta: float = Field(
         default=0.0,
         ge=0,
         le=LARGEST_FP32,
-        description="by how much the first metric must be better to count as improved",
+        description="minimum change of the first metric that counts as an improvement",
     )
     keep_best: bool = Field(
-        default=False, description="end with the weights of the best evaluation, not with the last"
+        default=False,
+        description="use the weights of the best evaluation as the result instead of the last ones",
     )
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
         """Refuse patience without evaluations to be patient with, and a measure for none."""
         if self.patience and not self.every:
-            text = "it is evaluated at its end only; write eval.every=100, or leave patience out"
+            text = (
+                "patience needs evaluations during training. Write eval.every=100, or leave "
+                "patience out"
+            )
             check_conflicts([(("patience", "every"), text)])
         if self.min_delta and not self.patience:
-            text = "nothing is ended for want of it; write eval.patience=3, or leave min_delta out"
+            text = (
+                "min_delta has no effect without patience. Write eval.patience=3, or leave "
+                "min_delta out"
+            )
             check_conflicts([(("min_delta", "patience"), text)])
         return self
 
@@ -339,37 +401,39 @@ class HealthSection(Section):
         default=50,
         ge=0,
         le=MOST_STEPS,
-        description="steps between two readings of what tensors lose to their formats; 0: none",
+        description="steps between two samples of tensor statistics; 0: none",
     )
     diagnose: bool = Field(
         default=True,
-        description="replay a step that is not finite, to name where that came from",
+        description="replay a non-finite step to find the module and tensor that caused it",
     )
 
 
 class FaultSection(Section):
     """A number put in place of another, on purpose, for the passes of one micro-batch."""
 
-    step: int = Field(ge=1, le=MOST_STEPS, description="the step it is put into", examples=[40])
+    step: int = Field(
+        ge=1, le=MOST_STEPS, description="step at which the fault is injected", examples=[40]
+    )
     module: str = Field(
-        description="name of a module, or a glob that matches exactly one",
+        description="module name, or a glob that matches exactly one",
         examples=["blocks.1.mlp.up"],
     )
     role: Literal["input", "weight", "output", "grad_output", "grad_weight"] = Field(
-        description="the tensor it is put into"
+        description="tensor the fault is injected into"
     )
-    value: Literal["inf", "nan", "large", "bit-flip"] = Field(description="what is put there")
+    value: Literal["inf", "nan", "large", "bit-flip"] = Field(description="value that is injected")
     micro_batch: int = Field(
         default=1,
         ge=1,
         le=MOST_MICRO_BATCHES,
-        description="the micro-batch of the step",
+        description="micro-batch of the step",
         examples=[1],
     )
     index: int | None = Field(
         default=None,
         ge=0,
         le=LARGEST_INDEX,
-        description="which number of the tensor; none: chosen by the seed",
+        description="index of the element; none: chosen by the seed",
         examples=[17],
     )

@@ -20,7 +20,7 @@ from narrowcast.config.section import Section, check_conflicts
 LOSSES = 20
 """Steps whose mean loss a condition looks at: the loss of one says more of its batch."""
 PERCENT = r"^\d+(\.\d+)?%$"
-HOW_TO_END = "a step (100), a share of the run (30%), or {calm: 500} or {loss_below: 2.5}"
+HOW_TO_END = "a step (100), a fraction of the run (30%), {calm: 500} or {loss_below: 2.5}"
 
 
 class ConditionSection(Section):
@@ -30,7 +30,7 @@ class ConditionSection(Section):
         default=None,
         ge=1,
         le=MOST_STEPS,
-        description="steps of the phase in a row of which none was skipped",
+        description="consecutive steps of the phase without a skipped step",
     )
     loss_below: float | None = Field(
         default=None,
@@ -49,12 +49,12 @@ class PhaseSection(Section):
     """A part of the run with a policy of its own."""
 
     policy: PolicyText | None = Field(
-        default=None, min_length=1, description="as precision.policy, which it has where none is"
+        default=None, min_length=1, description="policy of the phase; none: precision.policy"
     )
     overrides: dict[str, PolicyText] = Field(
         default_factory=dict,
         max_length=MOST_OVERRIDES,
-        description="as precision.overrides, and besides these",
+        description="policy per module glob, in addition to precision.overrides",
     )
     until: (
         Annotated[int, Field(ge=1, le=MOST_STEPS)]
@@ -62,7 +62,7 @@ class PhaseSection(Section):
         | Annotated[str, Field(pattern=PERCENT)]
         | ConditionSection
         | None
-    ) = Field(default=None, description=f"its end: {HOW_TO_END}; of the last phase none")
+    ) = Field(default=None, description=f"end of the phase: {HOW_TO_END}; none for the last phase")
 
 
 def last_step(until: Until | None, *, steps: int) -> int | None:

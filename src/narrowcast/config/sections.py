@@ -55,11 +55,12 @@ class DataSection(Section):
     the same. Only for tasks with a `data_digest`, which tells."""
 
     workers: int = Field(
-        default=0, ge=0, le=MOST_WORKERS, description="processes that load batches; 0: none"
+        default=0,
+        ge=0,
+        le=MOST_WORKERS,
+        description="worker processes that load batches; 0: load in the main process",
     )
-    prefetch: int = Field(
-        default=2, ge=1, le=MOST_AHEAD, description="batches kept ready ahead of the step"
-    )
+    prefetch: int = Field(default=2, ge=1, le=MOST_AHEAD, description="batches loaded ahead")
 
 
 @final
@@ -89,10 +90,10 @@ class Sections:
 class ProfileSection(Section):
     """Which steps are looked at closely: a trace of them, and a table of their operations."""
 
-    steps: int = Field(default=0, ge=0, le=10_000, description="steps to look at; 0: none")
-    first: int = Field(
-        default=10, ge=1, le=MOST_STEPS, description="the first of them, when all is warm"
+    steps: int = Field(
+        default=0, ge=0, le=10_000, description="number of steps to profile; 0: none"
     )
+    first: int = Field(default=10, ge=1, le=MOST_STEPS, description="first profiled step")
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
@@ -116,24 +117,27 @@ def _short_enough(name: str) -> str:
 class CommonSettings(Section):
     """The settings that are the same for every workload."""
 
-    workload: str = Field(min_length=1, description="what is trained, e.g. lm")
+    workload: str = Field(min_length=1, description="what to train, e.g. lm")
     name: Annotated[str, AfterValidator(_short_enough)] = Field(
         default="",
         max_length=LONGEST_NAME,
-        description="name of the run; from the recipe's file name",
+        description="name of the run; default: the name of the recipe file",
     )
-    description: str = Field(default="", description="one line shown by `narrowcast recipes`")
+    description: str = Field(default="", description="one line, shown by `narrowcast recipes`")
     seed: int = Field(
-        default=0, ge=0, le=LARGEST_INDEX, description="fixes weights, data order, noise"
+        default=0,
+        ge=0,
+        le=LARGEST_INDEX,
+        description="random seed for weights, data order and noise",
     )
     steps: int = Field(
-        ge=1, le=MOST_STEPS, description="optimizer steps to run, unless epochs says it"
+        ge=1, le=MOST_STEPS, description="number of optimizer steps, unless epochs is set"
     )
     epochs: int | None = Field(
         default=None,
         ge=1,
         le=MOST_EPOCHS,
-        description="times through the data, instead of steps; none: as steps says",
+        description="passes over the data, instead of steps; none: use steps",
     )
     batch_size: int = Field(ge=1, le=MOST_SAMPLES, description="samples per micro-batch")
     gradient_accumulation_steps: int = Field(
@@ -143,35 +147,39 @@ class CommonSettings(Section):
         default=1.0,
         gt=0,
         le=LARGEST_FP32,
-        description="largest norm of all gradients together; none: no clipping",
+        description="maximum norm of all gradients together; none: no clipping",
     )
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$",
         description="auto, cpu, mps, cuda or cuda:N",
     )
-    compile: bool = Field(default=False, description="run the model through torch.compile")
+    compile: bool = Field(default=False, description="compile the model with torch.compile")
     cuda_graph: bool | None = Field(
         default=None,
-        description="replay each step as a CUDA graph; none: up to a billion parameters, without "
-        "memory.activation_checkpointing",
+        description=(
+            "run each step as a CUDA graph; none: for models up to a billion parameters without "
+            "activation checkpointing"
+        ),
     )
     deterministic: bool = Field(
-        default=False, description="the same bits in every run on a GPU too, up to twice as slow"
+        default=False, description="bit-identical results on GPUs too, up to twice as slow"
     )
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="optimizer")
     lr_schedule: LrScheduleSection = Field(
-        default_factory=LrScheduleSection, description="the course of the learning rate"
+        default_factory=LrScheduleSection, description="learning rate schedule"
     )
-    ema: EmaSection = Field(default_factory=EmaSection, description="moving average of weights")
+    ema: EmaSection = Field(
+        default_factory=EmaSection, description="moving average of the weights (EMA)"
+    )
     precision: PrecisionSection = Field(
-        default_factory=PrecisionSection, description="formats and loss scale"
+        default_factory=PrecisionSection, description="number formats and loss scaling"
     )
     memory: MemorySection = Field(
-        default_factory=MemorySection, description="less memory on the device"
+        default_factory=MemorySection, description="memory saving on the device"
     )
     strategy: StrategySection = Field(
-        default_factory=StrategySection, description="a way to get by with fewer steps"
+        default_factory=StrategySection, description="training strategy that needs fewer steps"
     )
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="saving")
     eval: EvalSection = Field(default_factory=EvalSection, description="evaluation")
@@ -179,15 +187,13 @@ class CommonSettings(Section):
     fault_injection: tuple[FaultSection, ...] = Field(
         default=(),
         max_length=MOST_ENTRIES,
-        description="faults to rehearse: step, module, role, value",
+        description="faults to inject for testing: step, module, role, value",
     )
-    profile: ProfileSection = Field(
-        default_factory=ProfileSection, description="steps to look at closely"
-    )
+    profile: ProfileSection = Field(default_factory=ProfileSection, description="profiling")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         default=(),
         max_length=MOST_ENTRIES,
-        description="programs that are told of the run too; wandb without a network",
+        description="experiment trackers: tensorboard, wandb (offline)",
     )
 
     @model_validator(mode="after")
@@ -299,10 +305,10 @@ def _against_strategy(settings: CommonSettings) -> Iterator[tuple[tuple[str, ...
 class Recipe(CommonSettings):
     """All settings of one run, with the sections of its workload."""
 
-    data: SerializeAsAny[DataSection] = Field(description="what is trained on")
-    model: SerializeAsAny[Section] = Field(description="what is trained")
+    data: SerializeAsAny[DataSection] = Field(description="training data")
+    model: SerializeAsAny[Section] = Field(description="model")
     further: dict[str, SerializeAsAny[Section]] = Field(
-        default_factory=dict, description="the other sections of the workload, by name"
+        default_factory=dict, description="further sections of the workload, by name"
     )
 
     def for_samples(self, samples: int) -> Recipe:

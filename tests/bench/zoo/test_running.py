@@ -91,7 +91,7 @@ def test_a_row_that_fails_beside_others_is_tried_again_alone(tmp_path):
     assert (alone["together"], beside["together"]) == (1, 2)
     name = f"{alone['model']}, {alone['way']}, eager"
     assert f"{name}: OSError: no room beside others" in lines
-    assert f"{name}: will be tried again alone" in lines
+    assert f"{name}: will be retried alone" in lines
     assert alone["spans"]["setting_up"][0] > beside["spans"]["timing"][1]
 
     lines.clear()
@@ -106,7 +106,7 @@ def test_a_row_that_fails_alone_too_has_failed_with_its_log():
         assert row["failure"] == "OSError: no such corpus"
         assert any("Traceback" in line for line in row["log"])
     assert sum(line.endswith(": starting") for line in lines) == 4
-    assert sum("will be tried again alone" in line for line in lines) == 2
+    assert sum("will be retried alone" in line for line in lines) == 2
 
 
 def test_failed_rows_are_left_out_if_there_is_no_time_to_try_again():
@@ -121,4 +121,4 @@ def test_failed_rows_are_left_out_if_there_is_no_time_to_try_again():
 def test_a_row_without_an_answer_is_ended():
     zoo = measured(mine="zoo_of_mine:build", ways=("amp",), timeout_seconds=0.1)
     (row,) = zoo.data["rows"]
-    assert row["failure"] == "no answer for 0.1 s, so it was ended"
+    assert row["failure"] == "no response for 0.1 s, so it was stopped"

@@ -32,7 +32,7 @@ def test_the_table_has_ratios_failures_and_what_is_left_out():
     assert ["bf16", "eager", "25.00", "0.800", "1.00", "1.5", "s", "3.2500"] in lines
     assert ["bf16", "graphed", "10.00", "2.000", "1.00", "1.5", "s", "3.2500"] in lines
     assert "unet, AMP + Liger, eager  liger-kernel is not installed" in text
-    assert "graphed rows are against eager AMP" in text
+    assert "graphed rows are compared with eager AMP" in text
     assert "left out, 1 rows: lstm, AMP, eager" in text
 
 
@@ -42,7 +42,7 @@ def test_first_steps_beside_others_are_marked():
     text = printed([row(AMP, "compiled", 20.0), row(BF16, "compiled", 20.0, together=4)])
     lines = [line.split() for line in text.splitlines()]
     assert ["bf16", "compiled", "20.00", "1.000", "1.00", "1.5", "s", "*", "3.2500"] in lines
-    assert "* set up beside others (--together): first steps cannot be compared" in text
+    assert "* set up in parallel (--together), so first-step times cannot be compared" in text
 
 
 def test_without_amp_there_is_no_ratio():

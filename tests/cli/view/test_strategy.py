@@ -14,7 +14,9 @@ def readout(**values):
 
 def test_a_read_out_says_on_how_many_batches_it_was_chosen():
     line = strategy_line(readout(trained=1.5, average=1.6), TaskInfo())
-    assert line.startswith("step 20 read out: trained (trained 1.500, average 1.600): best loss")
+    assert line.startswith(
+        "step 20 returned weights: trained (trained 1.500, average 1.600): best loss"
+    )
     assert line.endswith("on 3 of 40 held-out batches")
 
 

@@ -287,10 +287,10 @@ ZOO: Mapping[str, ZooEntry] = {
         build=partial(_resnet, batch=256),
         transformers=True,
     ),
-    "unet": ZooEntry(about="a U-Net of diffusion, 64 × 64², channels last", build=_unet),
+    "unet": ZooEntry(about="a diffusion U-Net, 64 × 64², channels last", build=_unet),
     "lstm": ZooEntry(about="an LSTM language model, 2 × 1024, 64 × 256 tokens", build=_lstm),
     "hyena": ZooEntry(
-        about="this library's Hyena model, width 768, 12 layers, 2 × 8192 letters", build=_hyena
+        about="narrowcast's Hyena model, width 768, 12 layers, 2 × 8192 bases", build=_hyena
     ),
     "encoder": ZooEntry(about="nn.TransformerEncoder, 12 × 1024, 32 × 512", build=_encoder),
     "gpt-406m": ZooEntry(about="the plain GPT of lm/gpt-350m, 16 × 1024 tokens", build=_gpt),

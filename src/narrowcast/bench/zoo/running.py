@@ -67,8 +67,8 @@ def measure_models(request: ZooRequest, *, log: Log) -> Zoo:
     device = torch.device(hardware.device)
     if device.type != "cuda" and not request.quick and any(name in ZOO for name in names):
         raise UnsupportedError(
-            "the models of the zoo need a GPU, and there is none. Use --quick for tiny models on "
-            "a CPU, whose times mean nothing, or --mine package.module:build for your own."
+            "bench models needs a GPU, and this machine has none. Use --quick for tiny models "
+            "on a CPU, whose times mean nothing, or --mine package.module:build for your own."
         )
     environment = describe_environment()
     about = {
@@ -139,7 +139,7 @@ class _Groups:
         limit = self._request.seconds
         for group in groups:
             if limit is not None and time.monotonic() - self._began >= limit:
-                self._log(f"{limit:g} s are over: no further row is started")
+                self._log(f"{limit:g} s have passed: no more rows are started")
                 return False
             self._measure(group)
         return True
@@ -190,7 +190,7 @@ class _Groups:
         if trial.model not in ZOO and reason.startswith("ConfigError: "):
             raise ConfigError(reason.removeprefix("ConfigError: "))  # every row would fail like it
         if in_parallel:
-            self._log(f"{trial}: will be tried again alone")
+            self._log(f"{trial}: will be retried alone")
             self._failed_in_parallel.append(trial)
             return
         self.done.add(trial)

@@ -68,7 +68,7 @@ class SavedRows:
             }
         except (OSError, ValueError, TypeError, LookupError):
             raise ConfigError(
-                f"--json {path} exists and was not written by this bench. Name another file."
+                f"--json {path} exists and was not written by bench models. Name another file."
             ) from None
         unlike = [name for name in SAME if about[name] != self._about[name]]
         if unlike:

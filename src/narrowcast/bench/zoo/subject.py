@@ -92,7 +92,7 @@ class ZooSubject:
             for _ in range(ROUNDS)
         ]
         if self._together > 1 and allocation_retries() > retries:
-            raise UnsupportedError("timed steps waited for memory that other rows hold")
+            raise UnsupportedError("timed steps waited for memory held by other rows")
         assert self._loss is not None
         return {
             "ms": 1000 * min(rounds),

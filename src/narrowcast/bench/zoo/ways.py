@@ -83,10 +83,10 @@ WAYS: Mapping[str, Way] = {
     )
 }
 KINDS: Mapping[str, str] = {
-    "amp": "torch's bf16 mixed precision, in fp32 without a GPU",
-    "liger": "the same with Liger's kernels in the model",
-    "torchao": "torchao's fp8 with a scale for each tensor",
-    "ours": "nc.prepare, in three policies",
+    "amp": "torch's bf16 mixed precision (fp32 without a GPU)",
+    "liger": "torch AMP with Liger kernels in the model",
+    "torchao": "torchao's fp8 with one scale per tensor",
+    "ours": "nc.prepare with three policies",
 }
 """Names for `--ways`, besides single rows."""
 
@@ -156,7 +156,7 @@ def _graphed_step(run: Prepared, built: BuiltModel) -> Step:
     def step() -> Tensor:
         fast(*built.inputs)
         if next(taken) > STEPS_TO_CAPTURE and on_gpu and fast.why:
-            raise UnsupportedError(f"the step is not captured: {fast.why}")
+            raise UnsupportedError(f"the step cannot be captured: {fast.why}")
         assert fast.loss is not None
         return fast.loss
 
@@ -226,7 +226,7 @@ def _apply_liger(model: nn.Module) -> None:
     known: Mapping[str, Any] = patches.MODEL_TYPE_TO_APPLY_LIGER_FN
     kind = str(config.model_type) if config is not None else type(model).__name__
     if kind not in known:
-        raise UnsupportedError(f"Liger has no kernels for {kind}; leave liger out of --ways")
+        raise UnsupportedError(f"Liger has no kernels for {kind}. Leave liger out of --ways")
     known[kind](model=model)
 
 
@@ -236,5 +236,5 @@ def _known(requested: Iterable[str], known: Iterable[str], option: str) -> tuple
     for word in chosen:
         if word not in names:
             quoted = ", ".join(shlex.quote(name) for name in names)
-            raise ConfigError(f"{option} must be some of {quoted}, got {word}.")
+            raise ConfigError(f"{option} must be any of {quoted}, got {word}.")
     return chosen or names

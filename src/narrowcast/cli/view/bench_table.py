@@ -41,8 +41,8 @@ def print_figures(console: Console, figures: Figures) -> None:
     torch_version = data["environment"]["torch"]
     _print(
         console,
-        f"bench step · {command} · {data['device']} · torch {torch_version} · "
-        f"against {figures.baseline.name}",
+        f"bench step · {command} · {data['device']} · torch {torch_version} · baseline "
+        f"{figures.baseline.name}",
         table,
     )
     for row in rows:
@@ -74,14 +74,14 @@ def print_models(console: Console, zoo: Zoo) -> None:
             f"{float(row['loss']):.4f}",
         )
         previous = row["model"]
-    title = f"bench models · {data['device']} · torch {data['torch']} · against torch AMP"
+    title = f"bench models · {data['device']} · torch {data['torch']} · baseline torch AMP"
     _print(console, title, table)
     for row in (row for row in rows if row["failure"]):
         name = f"{row['model']}, {row['way']}, {row['mode']}"
         console.print(Text.assemble((name, "bold"), f"  {row['failure']}"))
     notes = {
-        "graphed rows are against eager AMP": any(row["mode"] == "graphed" for row in rows),
-        "* set up beside others (--together): first steps cannot be compared": any(
+        "graphed rows are compared with eager AMP": any(row["mode"] == "graphed" for row in rows),
+        "* set up in parallel (--together), so first-step times cannot be compared": any(
             not _set_up_alone(row) for row in rows
         ),
     }

@@ -26,6 +26,6 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     console.print()
     if any(len(group.seeds) > 1 for group in comparison.groups):
         say(console, "±", INTERVAL)
-    say(console, "seconds", "are those spent in steps, without evaluations and checkpoints")
+    say(console, "seconds", "time spent in training steps, excluding evaluations and checkpoints")
     for note in comparison.notes:
         say(console, "note", Text(note, style="yellow"))

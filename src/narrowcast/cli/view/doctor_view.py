@@ -51,8 +51,10 @@ def print_device(console: Console, hardware: Hardware) -> None:
 def print_speeds(console: Console, speeds: Speeds) -> None:
     """Print how much faster than bf16 linear layers are in fp8, by their shape."""
     tokens = speeds.tokens[-1]
-    about = f"  {tokens} tokens, forward and backward, against bf16; {speeds.gpu}, {speeds.date}"
-    console.print(Text.assemble(("fp8 linear layers, delayed scales", "bold"), about))
+    about = (
+        f"  {tokens} tokens, forward and backward, compared with bf16; {speeds.gpu}, {speeds.date}"
+    )
+    console.print(Text.assemble(("fp8 linear layers, delayed scaling", "bold"), about))
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("in \\ out", no_wrap=True)
     for outputs in speeds.outputs:

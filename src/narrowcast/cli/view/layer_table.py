@@ -46,7 +46,11 @@ def print_plan(console: Console, plan: Plan, *, title: str, every: bool) -> None
         letters = _letters(rows)
         console.print(_narrow_table(rows, letters, kinds=console.width >= ROOM_FOR_KINDS))
         console.print()
-        say(console, "products", "forward, grad-input, grad-weight; one word where all are alike")
+        say(
+            console,
+            "products",
+            "forward, grad-input, grad-weight; one format if all three are the same",
+        )
         for reason, letter in letters.items():
             say(console, f"why {letter}", reason)
     say(console, "outside", _functional(described["functional"]))

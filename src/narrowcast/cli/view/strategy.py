@@ -35,10 +35,13 @@ def strategy_line(record: StrategyRecord, task: TaskInfo) -> str:
         case "readout" if len(record.values) > 1:
             metric = task.headline
             each = [f"{name} {measured(metric, y)}" for name, y in record.values.items()]
-            return f"step {record.step} read out: {record.what} ({', '.join(each)}): {record.why}"
+            return (
+                f"step {record.step} returned weights: {record.what} ({', '.join(each)}): "
+                f"{record.why}"
+            )
         case "baseline":
             metric, step = task.headline, int(record.values["step"])
             y = measured(metric, record.values[metric.name])
-            return f"plain training, step {step}: {said(metric.name)} {y}"
+            return f"plain run, step {step}: {said(metric.name)} {y}"
         case _:
             return ""

@@ -87,7 +87,7 @@ def conclude(
     say_command(console, "weights", str(weights))
     if end.exported:
         best = measures(task, dict(end.measured))
-        say(console, "", f"of step {count(end.exported)}, the best evaluation: {best}")
+        say(console, "", f"from step {count(end.exported)}, the best evaluation: {best}")
     _suggest_more(console, folder, end=end)
 
 

@@ -22,7 +22,7 @@ def print_task_row(console: Console, row: Mapping[str, Any]) -> None:
             by_task.append(text)
         else:
             by_others.append(f"{text} ({entry['origin']})")
-    say(console, "sets", ", ".join(by_task) or "nothing: all of it is set already")
+    say(console, "sets", ", ".join(by_task) or "nothing, because every setting is set already")
     if by_others and by_task:
         say(console, "not set", ", ".join(by_others))
     for text in row["left_out"]:

@@ -15,19 +15,23 @@ class MemorySection(Section):
 
     activation_checkpointing: Literal["none", "blocks", "selective"] = Field(
         default="none",
-        description="what the backward pass computes again: whole blocks, or all in them but "
-        "products and attention (selective)",
+        description=(
+            "what the backward pass recomputes: none, whole blocks, or everything in them "
+            "except matmuls and attention (selective)"
+        ),
     )
     offload: Annotated[
         tuple[Literal["optimizer", "activations"], ...], Field(max_length=MOST_ENTRIES)
     ] = Field(
         default=(),
-        description="what waits in pinned host memory: the optimizer's moments, what blocks keep",
+        description="what to keep in pinned host memory: optimizer state, activations",
     )
     blocks: tuple[str, ...] = Field(
         default=(),
         max_length=MOST_ENTRIES,
-        description="globs of the modules that are blocks; none: modules of one class in a list",
+        description=(
+            "globs of the modules that are blocks; empty: detect lists of modules of one class"
+        ),
     )
 
     @model_validator(mode="after")
@@ -39,8 +43,8 @@ class MemorySection(Section):
             and "activations" not in self.offload
         ):
             text = (
-                "no block-wise memory saving is active; set activation_checkpointing=blocks too, "
-                "or leave blocks out"
+                "blocks has no effect without block-wise memory saving. Set "
+                "activation_checkpointing=blocks too, or leave blocks out"
             )
             check_conflicts([(("blocks", "activation_checkpointing"), text)])
         return self

@@ -28,16 +28,26 @@ class LookaheadSection(Section):
     """The point ahead that gradients are taken at."""
 
     enabled: bool | None = Field(
-        default=None, description="none: as the preset has it; conservative has none"
+        default=None,
+        description=(
+            "take gradients at a point ahead of the weights; none: as in the preset "
+            "(conservative: off)"
+        ),
     )
     interpolation: float = Field(
-        default=0.9, gt=0, le=1, description="how far the point lies from the newest to the average"
+        default=0.9,
+        gt=0,
+        le=1,
+        description="position of that point between the newest weights (0) and their average (1)",
     )
     rate: float = Field(
-        default=0.05, gt=0, le=1, description="how far the average goes to the newest in a step"
+        default=0.05,
+        gt=0,
+        le=1,
+        description="fraction by which the average moves to the newest weights per step",
     )
     storage: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="format of the one more number that is kept for each weight"
+        default="fp32", description="format of the extra value stored per weight"
     )
 
 
@@ -47,20 +57,24 @@ class ReadoutSection(Section):
     half_lives: tuple[Annotated[float, Field(gt=0, le=1)], ...] = Field(
         default=(0.015, 0.05),
         max_length=MOST_AVERAGES,
-        description="of each average, as shares of the run; none at all: []",
+        description="half-lives of the weight averages, as fractions of the run; []: no averages",
     )
     every: int | None = Field(
         default=None,
         ge=1,
         le=MOST_STEPS,
-        description="steps between two updates of them; none: a tenth of the shortest half-life",
+        description=(
+            "steps between updates of the averages; none: a tenth of the shortest half-life"
+        ),
     )
     budget: float = Field(
         default=0.01,
         gt=0,
         le=1,
-        description="share of the run's work that choosing among them may take, beyond one "
-        "held-out batch each",
+        description=(
+            "fraction of the run's compute that choosing among the averages may use, beyond one "
+            "held-out batch each"
+        ),
     )
 
 
@@ -71,17 +85,25 @@ class PhasesSection(Section):
         default=None,
         ge=1,
         le=MOST_STEPS,
-        description="steps before the first jump, and, where written, before the point ahead; "
-        "none: as the preset has it",
+        description=(
+            "steps before the first jump and, if set, before lookahead starts; none: as in the "
+            "preset"
+        ),
     )
     full_steps: int = Field(
-        default=15, ge=1, le=MOST_STEPS, description="steps of training between two jumps"
+        default=15, ge=1, le=MOST_STEPS, description="training steps between jumps"
     )
     max_predict_steps: int = Field(
-        default=80, ge=1, le=MOST_STEPS, description="most steps that one jump stands for"
+        default=80,
+        ge=1,
+        le=MOST_STEPS,
+        description="maximum number of steps that one jump replaces",
     )
     confidence_threshold: float = Field(
-        default=0.75, gt=0, lt=1, description="probability of acceptance below which none is tried"
+        default=0.75,
+        gt=0,
+        lt=1,
+        description="minimum estimated probability of acceptance for a jump to be tried",
     )
     divergence_sigma: float = Field(
         default=3.5,
@@ -95,10 +117,10 @@ class JumpsSection(Section):
     """Jumps of the weights along a line, kept only if the loss of the next batches falls."""
 
     micro_batches: int = Field(
-        default=8, ge=8, le=1024, description="batches that a jump is judged on, before and after"
+        default=8, ge=8, le=1024, description="batches used to evaluate a jump, before and after it"
     )
     budget: float = Field(
-        default=0.01, gt=0, le=1, description="share of the run's work that jumps may cost"
+        default=0.01, gt=0, le=1, description="fraction of the run's compute that jumps may use"
     )
 
 
@@ -108,36 +130,39 @@ class StrategySection(Section):
     name: Literal["none", "hybrid"] = Field(
         default="none", description="none: plain training; hybrid: predictive training"
     )
-    enabled: bool = Field(default=True, description="false: the plain run, bit for bit")
+    enabled: bool = Field(default=True, description="false: plain training, bit-identical")
     preset: PresetName = Field(
         default="balanced",
-        description="conservative: averages read out; balanced: a point ahead too; aggressive: "
-        "jumps too",
+        description="conservative: weight averages; balanced: and lookahead; aggressive: and jumps",
     )
     lr_horizon: float = Field(
         default=1.4,
         ge=1,
         le=LONGEST_STRETCH,
-        description="times the run's steps that its learning rate is planned for",
+        description="length of the learning rate schedule as a multiple of steps",
     )
     baseline: bool = Field(
-        default=False, description="train the plain run first, to compare with: twice the time"
+        default=False, description="train a plain run first for comparison, which doubles the time"
     )
     precision: Literal["policy", "recommended", "conservative", "aggressive"] = Field(
         default="policy",
-        description="formats of the phases: precision.policy in all, or fp32 with bf16 for "
-        "predictions (recommended), and so on",
+        description=(
+            "precision per phase: policy uses precision.policy in all; recommended uses fp32, "
+            "with bf16 for predictions; or conservative, aggressive"
+        ),
     )
     policies: dict[PhaseName, PolicyText] = Field(
-        default_factory=dict, max_length=4, description="phase: a policy of its own"
+        default_factory=dict,
+        max_length=4,
+        description="policy per phase, overriding strategy.precision",
     )
     lookahead: LookaheadSection = Field(
-        default_factory=LookaheadSection, description="the point that gradients are taken at"
+        default_factory=LookaheadSection, description="where gradients are taken"
     )
     readout: ReadoutSection = Field(
         default_factory=ReadoutSection, description="averages of the weights"
     )
-    phases: PhasesSection = Field(default_factory=PhasesSection, description="length of phases")
+    phases: PhasesSection = Field(default_factory=PhasesSection, description="length of the phases")
     jumps: JumpsSection = Field(default_factory=JumpsSection, description="jumps of the weights")
 
     @property
@@ -188,7 +213,10 @@ class StrategySection(Section):
         if self.name == "none":
             check_conflicts(
                 [
-                    ((key, "name"), f"plain training has no {key}; write strategy=hybrid too")
+                    (
+                        (key, "name"),
+                        (f"{key} needs hybrid training. Write strategy=hybrid too"),
+                    )
                     for key in self._other_than_default()
                 ]
             )
@@ -201,15 +229,15 @@ class StrategySection(Section):
         """Yield the settings of jumps in a preset that has none."""
         if self.has_jumps:
             return
-        fix = "write strategy.preset=aggressive too, or leave"
+        fix = "Write strategy.preset=aggressive too, or leave"
         if self.jumps != JumpsSection():
-            yield ("jumps", "preset"), f"only the preset aggressive jumps; {fix} jumps out"
+            yield ("jumps", "preset"), f"only the aggressive preset makes jumps. {fix} jumps out"
         for key in ("full_steps", "max_predict_steps", "confidence_threshold", "divergence_sigma"):
             if getattr(self.phases, key) != PhasesSection.model_fields[key].default:
-                text = f"only the preset aggressive has phases that use {key}; {fix} {key} out"
+                text = f"only the aggressive preset has phases that use {key}. {fix} {key} out"
                 yield (f"phases.{key}", "preset"), text
         for phase in sorted({"predict", "correct"} & set(self.policies)):
-            text = f"only the preset aggressive has a phase {phase}; {fix} policies.{phase} out"
+            text = f"only the aggressive preset has a phase {phase}. {fix} policies.{phase} out"
             yield (f"policies.{phase}", "preset"), text
 
     def _unused_by_others(self) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -217,21 +245,21 @@ class StrategySection(Section):
         switched_off = self.lookahead.enabled is False
         if not (self.has_lookahead or switched_off or self.lookahead == LookaheadSection()):
             text = (
-                "conservative takes gradients at the weights themselves; write "
+                "the conservative preset does not use lookahead. Write "
                 "strategy.lookahead.enabled=true too, or leave lookahead out"
             )
             yield ("lookahead", "preset"), text
         starts_something = self.has_lookahead or self.has_jumps or self.has_phase_policies
         if self.phases.warmup_steps is not None and not starts_something:
             text = (
-                "nothing begins after the warm-up of a conservative run; leave warmup_steps out, "
-                "or write strategy.lookahead.enabled=true too"
+                "warmup_steps has no effect in the conservative preset. Leave it out, or write "
+                "strategy.lookahead.enabled=true too"
             )
             yield ("phases.warmup_steps", "preset"), text
         for key in ("every", "budget"):
             default = ReadoutSection.model_fields[key].default
             if not self.readout.half_lives and getattr(self.readout, key) != default:
-                text = f"there are no averages; leave {key} out, or write half_lives"
+                text = f"{key} needs at least one average. Leave {key} out, or set half_lives"
                 yield (f"readout.{key}", "readout.half_lives"), text
 
     def _other_than_default(self) -> list[str]:
