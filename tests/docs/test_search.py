@@ -28,7 +28,7 @@ QUESTIONS = {
     "fp8": {"start/which-policy/", "guides/fp8/", "troubleshooting/"},
     "which policy": {"start/which-policy/"},
     "NaN loss": {"troubleshooting/"},
-    "memory": {"concepts/save-memory/", "guides/save-memory/"},
+    "memory": {"guides/save-memory/"},
     "Trainer": {"migrate/transformers/", "migrate/lightning/"},
 }
 
