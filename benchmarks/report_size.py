@@ -80,7 +80,7 @@ def course(steps: int, modules: int) -> Iterator[Record]:
             loss=1.9 + 3.7 * math.exp(-5 * done) + chance.gauss(0, 0.08),
             loss_scale=scale,
             applied=not skipped,
-            skip_reason="gradients of 3 of 204 weights are not finite, nearest the loss head"
+            skip_reason="gradients of 3 of 204 weights are inf or NaN, nearest the loss: head"
             * skipped,
             grad_norm=math.inf if skipped else 0.6 * math.exp(chance.gauss(0, 0.25)),
             lr=1e-3 * (0.55 + 0.45 * math.cos(math.pi * done)),

@@ -63,7 +63,7 @@ def test_groups_share_the_baseline_and_failures_are_reported(tiny, tmp_path):
     assert len(seconds) == 2
     assert min(seconds) > 0
     wrong = results["narrowcast bf17"]
-    assert "no preset is named 'bf17'" in wrong.failure
+    assert "no preset 'bf17'" in wrong.failure
     assert any("Traceback" in line for line in wrong.log)
     assert results["absent"].failure == "no_such_module is not installed"
     assert any(line.startswith("torch-fp32: ready: start ") for line in lines)

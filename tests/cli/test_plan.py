@@ -101,8 +101,8 @@ def test_a_phase_that_cannot_be_is_refused_with_its_number(narrowcast, tiny):
     wrong = "precision.schedule=[{policy: fp23, until: 1}, {policy: bf61}]"
     ended = narrowcast("plan", tiny, wrong)
     assert ended.code == 2
-    assert "phase 1 of precision.schedule: precision policy: no preset is named 'fp23'" in ended.err
-    assert "phase 2 of precision.schedule: precision policy: no preset is named 'bf61'" in ended.err
+    assert "phase 1 of precision.schedule: precision policy: there is no preset 'fp23'" in ended.err
+    assert "phase 2 of precision.schedule: precision policy: there is no preset 'bf61'" in ended.err
     wrong = "precision.schedule=[{policy: fp32, until: 1}, {policy: bf16, overrides: {nix: fp32}}]"
     ended = narrowcast("plan", tiny, wrong)
     assert "phase 2 of precision.schedule: precision exception `nix: fp32`" in ended.err

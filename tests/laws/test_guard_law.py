@@ -176,6 +176,6 @@ def test_weights_are_those_of_the_last_good_step_when_training_is_given_up(polic
     for _ in range(5):
         step_with(run, None, 0.0)
     good = {k: v.clone() for k, v in run.fp32_state_dict().items()}
-    with pytest.raises(DivergedError, match="the weights are those of the last good step"):
+    with pytest.raises(DivergedError, match="the weights are those of the last applied step"):
         bad_steps(run, 100)
     assert all(torch.equal(v, good[k]) for k, v in run.fp32_state_dict().items())

@@ -118,13 +118,13 @@ def test_the_state_is_tensors_and_plain_data():
 
 def test_another_policy_is_refused_with_the_one_to_write():
     saved = fresh("bf16").state_dict()
-    with pytest.raises(CheckpointError, match=r"written under the policy 'compute=bf16'"):
+    with pytest.raises(CheckpointError, match=r"written with the policy 'compute=bf16'"):
         fresh("fp16").load_state_dict(saved)
 
 
 @pytest.mark.parametrize("foreign", [{}, {"model": {}}, nn.Linear(2, 2).state_dict()])
 def test_a_foreign_state_is_refused(foreign):
-    with pytest.raises(CheckpointError, match="not that of a prepared model"):
+    with pytest.raises(CheckpointError, match="not a prepared model's state"):
         fresh("bf16").load_state_dict(foreign)
 
 
@@ -142,6 +142,6 @@ def test_the_state_of_another_run_is_refused_and_nothing_is_loaded(other, same_s
     run = fresh("bf16")
     train(run, 0, 2)
     before = copy.deepcopy(run.state_dict())
-    with pytest.raises(CheckpointError, match="of another run"):
+    with pytest.raises(CheckpointError, match="in the checkpoint do not match this run"):
         run.load_state_dict(other().state_dict())
     assert same_state(run.state_dict(), before)

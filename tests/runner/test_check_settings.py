@@ -73,7 +73,7 @@ def test_all_missing_files_are_reported_at_once(no_model):
 @pytest.mark.parametrize("recipe", [name for name, _ in shipped_recipes()])
 def test_unknown_policy_is_reported_before_the_model_is_built(recipe, no_model):
     needed = ["data.path=sums"] if recipe in ON_THE_HUB else []
-    with pytest.raises(ConfigError, match="no preset is named 'nonsense'"):
+    with pytest.raises(ConfigError, match="no preset 'nonsense'"):
         nc.train(recipe, [*needed, "device=cpu", "precision.policy=nonsense"])
 
 

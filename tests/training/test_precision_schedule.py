@@ -198,7 +198,7 @@ def test_all_policies_that_cannot_be_are_told_before_the_run(scheduled):
     with pytest.raises(ConfigError) as refused:
         scheduled({"policy": "fp23", "until": 3}, {"policy": "bf16; nix: fp32"})
     first, second = str(refused.value).splitlines()
-    assert first.startswith("phase 1 of precision.schedule: precision policy: no preset is named")
+    assert first.startswith("phase 1 of precision.schedule: precision policy: there is no preset")
     assert second.startswith("phase 2 of precision.schedule: precision exception `nix: fp32`")
 
 

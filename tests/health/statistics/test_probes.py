@@ -369,14 +369,16 @@ def test_other_formats_for_a_watched_model_are_refused():
     model, run = made()
     Probes(model, run.plan)
     planned = nc.plan(model, "bf16", hardware=run.plan.hardware)
-    with pytest.raises(ConfigError, match=r"set_policy\(\): this model is watched.*close\(\)"):
+    with pytest.raises(ConfigError, match=r"set_policy\(\) cannot .* is monitored.*close\(\)"):
         run.set_policy(planned)
 
 
 def test_a_model_is_not_watched_twice():
     model, run = made()
     Probes(model, run.plan)
-    with pytest.raises(ConfigError, match=r"watch\(\): this model is watched"):
+    with pytest.raises(
+        ConfigError, match=r"monitor\(\) cannot be used while this model is monitored"
+    ):
         Probes(model, run.plan)
 
 

@@ -246,7 +246,9 @@ def test_the_plan_tells_what_is_fused_and_why_not(language_model):
 
 
 def test_what_is_no_piece_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"there is no such piece; did you mean loss.*write auto"):
+    with pytest.raises(
+        ConfigError, match=r"there is no such piece \(did you mean loss\?\).*write auto"
+    ):
         nc.plan(nn.Linear(2, 2), "fp32", hardware=nc.detect_hardware("cpu"), fuse=["los"])
 
 

@@ -225,7 +225,7 @@ def test_a_prepared_model_is_not_prepared_again(mlp):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     nc.prepare(model, optimizer, policy="bf16-pure")
-    with pytest.raises(ConfigError, match=r"prepared already;.*call release\(\) on that first"):
+    with pytest.raises(ConfigError, match=r"already prepared\..*[Cc]all release\(\)"):
         nc.prepare(model, optimizer, policy="bf16-pure")
 
 

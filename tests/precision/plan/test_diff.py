@@ -405,7 +405,7 @@ def test_a_change_between_backward_and_step_is_refused(cpu):
     run = fresh("fp32", cpu)
     with run.autocast():
         run.backward(run.model(X).sum())
-    with pytest.raises(ConfigError, match="call it after step"):
+    with pytest.raises(ConfigError, match="Call it after step"):
         run.set_policy(planned(run, "bf16"))
 
 

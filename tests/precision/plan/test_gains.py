@@ -233,10 +233,10 @@ def test_a_run_whose_model_was_compiled_since_is_changed_as_a_compiled_one():
 def test_a_plan_made_for_another_way_to_run_is_refused_beside_it(cpu):
     model = nn.Sequential(nn.Linear(16, 16))
     plan = make_plan(model, "fp32", hardware=cpu)
-    with pytest.raises(ConfigError, match=r"made for eager passes.*plan\(…, execution='graphed'\)"):
+    with pytest.raises(ConfigError, match=r"made for 'eager'.*plan\(…, execution='graphed'\)"):
         prepared(model, policy=plan, execution="graphed")
     run = prepared(model, policy=plan, execution="eager")
-    with pytest.raises(ConfigError, match="made for eager passes"):
+    with pytest.raises(ConfigError, match="made for 'eager'"):
         run.set_policy(plan, execution="compiled")
 
 

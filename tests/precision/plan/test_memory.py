@@ -86,7 +86,7 @@ def test_layers_side_by_side_are_no_blocks_and_globs_say_what_is():
         block_names(model)
     assert block_names(model, ["0.a"]) == ("0.a",)
     assert block_names(model, ["0.*", "1.*"]) == ("0.a", "0.b", "1.0")
-    with pytest.raises(ConfigError, match=r"matches no module; did you mean 0\.a"):
+    with pytest.raises(ConfigError, match=r"matches no module \(did you mean 0\.a"):
         block_names(model, ["0.aa"])
     with pytest.raises(ConfigError, match=r'ModuleList, which is never called itself.*"1\.\*"'):
         block_names(model, ["1"])

@@ -65,7 +65,7 @@ def test_a_misspelt_phase_is_guessed():
 
 
 def test_a_policy_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="no preset is named 'fp61'"):
+    with pytest.raises(ConfigError, match="no preset 'fp61'"):
         PhasePolicies().with_phase("full", "fp61")
 
 

@@ -140,7 +140,7 @@ def test_an_input_that_requires_a_gradient_is_refused():
     run = prepared("fp32")
     fast = run.graphed(loss_with(run))
     x, y = batch(0)
-    with pytest.raises(UnsupportedError, match="input 0 requires a gradient"):
+    with pytest.raises(UnsupportedError, match="must not require grad, got input 0"):
         fast(x.requires_grad_(), y)
 
 
@@ -162,9 +162,9 @@ def test_a_number_of_a_few_values_is_not_refused():
 
 def test_what_is_no_function_and_no_count_is_refused():
     run = prepared("fp32")
-    with pytest.raises(ConfigError, match="was given a Tensor; give it the function"):
+    with pytest.raises(ConfigError, match="needs a function that returns the loss, got Tensor"):
         run.graphed(torch.zeros(()))
-    with pytest.raises(ConfigError, match="signatures=0"):
+    with pytest.raises(ConfigError, match="signatures must be at least 1, got 0"):
         run.graphed(loss_with(run), signatures=0)
 
 
@@ -411,7 +411,7 @@ def test_a_buffer_that_is_replaced_is_refused_by_name(cuda):
     fast = run.graphed(loss_with(run))
     for step in range(WARM_UP - 1):
         fast(*batch(step, "cuda"))
-    with pytest.raises(UnsupportedError, match=r"the buffer past is another tensor.*copy_"):
+    with pytest.raises(UnsupportedError, match=r"replaces the buffer past.*copy_"):
         fast(*batch(WARM_UP, "cuda"))
 
 
@@ -486,7 +486,10 @@ def _copied(value):
 @gpu
 @pytest.mark.parametrize(
     ("optimizer", "why"),
-    [(torch.optim.SGD, "not the fused kernel"), (torch.optim.Adagrad, "not the fused kernel")],
+    [
+        (torch.optim.SGD, "not use the fused kernel"),
+        (torch.optim.Adagrad, "not use the fused kernel"),
+    ],
 )
 def test_an_optimizer_that_no_graph_holds_is_refused(optimizer, why, cuda):
     model = mlp("cuda")
@@ -529,6 +532,6 @@ def test_blocks_are_computed_again_in_a_replay_unless_they_draw_random_numbers(c
     for step in range(WARM_UP - 1):
         fast(*batch(step, "cuda"))
     with pytest.raises(
-        UnsupportedError, match=r"memory.activation_checkpointing .* draw random numbers"
+        UnsupportedError, match=r"memory.activation_checkpointing .* random numbers"
     ):
         fast(*batch(step, "cuda"))

@@ -35,7 +35,7 @@ def passes_of(run):
 
 
 def test_a_cpu_has_no_graphs():
-    assert unsupported_reason(prepared("cpu").engine) == "CUDA graphs are not for cpu"
+    assert unsupported_reason(prepared("cpu").engine) == "CUDA graphs do not run on cpu"
 
 
 @pytest.mark.gpu

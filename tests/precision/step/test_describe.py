@@ -33,7 +33,7 @@ def test_a_run_says_what_it_trains_and_how_far_it_has_come():
     assert lines[0] == "Net, prepared"
     told = {line[:12].strip(): line[14:] for line in lines[1:]}
     assert told["policy"].startswith("fp16, emulated on ")
-    assert told["weights"] == "90, kept in fp32, master none"
+    assert told["weights"] == "90, stored in fp32, master none"
     assert told["update"].startswith("torch.optim.AdamW")
     assert told["steps"] == "1 applied, 1 skipped"
     assert told["loss scale"] == "32768"

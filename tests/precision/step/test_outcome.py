@@ -52,7 +52,7 @@ def test_lost_updates_are_told_only_of_metered_steps_that_were_applied():
 
 def test_printing_waits_for_nothing():
     made, waits = outcome(finite=True, norms=[1.0])
-    assert str(made) == "<Outcome: step 3, lr 0.1; applied or not is not known yet>"
+    assert str(made) == "<Outcome: step 3, lr 0.1; still running on the device>"
     assert not waits
     assert made.applied
     assert str(made) == "<Outcome: step 3 applied; grad norm 2.5, loss scale 16, lr 0.1>"

@@ -110,7 +110,9 @@ def test_all_schedules_go_on_where_a_saved_run_stood(same_state):
 def test_a_schedule_of_another_optimizer_is_refused_and_nothing_is_changed():
     net, optimizer = parts()
     other = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="learning rate of another SGD than prepare"):
+    with pytest.raises(
+        ConfigError, match="built for a different SGD than the one passed to prepare"
+    ):
         nc.prepare(net, optimizer, policy="bf16", scheduler=ExponentialLR(other, 0.9))
     assert type(net) is nn.Linear
 

@@ -213,7 +213,7 @@ def test_another_backward_after_unscale_is_refused_until_the_step_or_zero_grad()
 
 def test_unscale_without_gradients_is_refused():
     run = prepared(net())
-    with pytest.raises(ConfigError, match=r"unscale\(\) found no gradients; call backward"):
+    with pytest.raises(ConfigError, match=r"unscale\(\) has no gradients to use\. Call backward"):
         run.unscale()
 
 
@@ -228,7 +228,7 @@ def test_gradients_kept_in_fp16_are_refused_with_what_to_write():
             run.unscale()
             assert run.step().applied
             continue
-        with pytest.raises(ConfigError, match="write grads=fp32 in the policy"):
+        with pytest.raises(ConfigError, match="Write grads=fp32 in the policy"):
             run.unscale()
         assert run.step().applied
         run.release()

@@ -449,7 +449,7 @@ def test_senseless_settings_are_refused(settings, told):
 
 
 def test_what_are_no_settings_is_refused():
-    with pytest.raises(ConfigError, match=r"lookahead=nc\.Lookahead\(\)"):
+    with pytest.raises(ConfigError, match=r"lookahead must be an nc\.Lookahead or None"):
         prepared(settings=True)
 
 

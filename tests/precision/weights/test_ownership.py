@@ -262,7 +262,7 @@ def test_a_model_laid_out_channels_last_trains_as_any_other(master, optimizer):
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
 def test_a_copy_of_what_prepare_returned_is_refused_with_what_to_save(mlp, how):
     run = fresh(mlp)
-    with pytest.raises(UnsupportedError, match=r"save its state_dict\(\)"):
+    with pytest.raises(UnsupportedError, match=r"Save run\.state_dict\(\)"):
         how(run)
 
 
@@ -341,7 +341,7 @@ def test_an_optimizer_around_another_one_is_refused_before_anything_is_changed(m
             return self.optimizer.param_groups
 
     model = mlp()
-    with pytest.raises(UnsupportedError, match="give prepare\\(\\) the one inside"):
+    with pytest.raises(UnsupportedError, match="Pass the optimizer inside it"):
         nc.prepare(model, Around(torch.optim.AdamW(model.parameters())), policy="bf16")
     nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="fp32")
 

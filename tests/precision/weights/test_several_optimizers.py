@@ -154,7 +154,7 @@ def test_a_weight_in_two_optimizers_is_refused_by_name():
 
 def test_the_one_optimizer_of_several_is_not_guessed():
     run = prepared()
-    with pytest.raises(ConfigError, match=r"2 optimizers; write run.optimizers\[0\]"):
+    with pytest.raises(ConfigError, match=r"got 2\. Use run.optimizers\[0\]"):
         run.optimizer  # noqa: B018
     with pytest.raises(ConfigError, match="empty list of optimizers"):
         nc.prepare(model(), [])

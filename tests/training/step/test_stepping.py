@@ -324,7 +324,7 @@ def test_an_evaluation_at_any_time_sees_the_weights_of_now_and_changes_no_step(p
 def test_what_cannot_be_captured_on_a_gpu_is_refused_or_launched():
     for settings, why in (
         ({"deterministic": True}, "deterministic kernels may wait"),
-        ({"optimizer": {"name": "sgd", "lr": 0.01}}, "not the fused kernel"),
+        ({"optimizer": {"name": "sgd", "lr": 0.01}}, "does not use the fused kernel"),
     ):
         with pytest.raises(UnsupportedError, match=f"{why}.*write cuda_graph=null"):
             made("bf16", device="cuda", cuda_graph=True, **settings)

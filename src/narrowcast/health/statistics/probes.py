@@ -51,7 +51,7 @@ class Probes:
         Without it, only modules whose formats have blocks are sampled so: single values tell more
         of everything else.
         """
-        check_not_monitored(model, doing="watch()")
+        check_not_monitored(model, doing="monitor()")
         self.sites: list[TensorSite] = []
         self.switch = Switch()
         self._device = next(model.parameters()).device

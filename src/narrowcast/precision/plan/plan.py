@@ -214,8 +214,9 @@ def _check_globs(policy: Policy, model: nn.Module) -> None:
     for glob, text in policy.exceptions:
         if not any(matches(name, glob) for name in names):
             raise ConfigError(
-                f"precision exception `{glob}: {text}` matches no module"
-                f"{suggestion(glob, names)}; the plan without it lists the modules"
+                f"precision exception `{glob}: {text}` matches no "
+                f"module{suggestion(glob, names)}. Print the plan without it to see the module "
+                "names."
             )
 
 

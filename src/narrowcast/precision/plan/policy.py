@@ -75,7 +75,7 @@ class Policy:
         stripped = tuple((glob.strip(), text.strip()) for glob, text in self.exceptions)
         object.__setattr__(self, "exceptions", stripped)
         if problems := _find_problems(self):
-            raise ConfigError("precision policy: " + "; ".join(problems))
+            raise ConfigError("precision policy: " + " ".join(problems))
 
     def __str__(self) -> str:
         return "; ".join(
@@ -166,15 +166,16 @@ def parse_policy(text: str, *, presets: Mapping[str, Policy]) -> Policy:
     overrides = _split_terms(head)
     if not overrides:
         raise ConfigError(
-            "precision policy: nothing is written; write a preset "
-            f"({', '.join(presets)}) or roles such as `compute=bf16, params=fp32`"
+            f"precision policy: the text is empty. Write a preset ({', '.join(presets)}) or roles "
+            "such as `compute=bf16, params=fp32`."
         )
     policy = Policy()
     if "=" not in overrides[0]:
         if overrides[0] not in presets:
             raise ConfigError(
-                f"precision policy: no preset is named {overrides[0][:60]!r}"
-                f"{suggestion(overrides[0], presets)}; the presets are {', '.join(presets)}"
+                "precision policy: there is no preset "
+                f"{overrides[0][:60]!r}{suggestion(overrides[0], presets)}. The presets are "
+                f"{', '.join(presets)}."
             )
         policy, overrides = presets[overrides[0]], overrides[1:]
     policy = (
@@ -185,8 +186,8 @@ def parse_policy(text: str, *, presets: Mapping[str, Policy]) -> Policy:
         glob, colon, roles = part.partition(":")
         if not colon or not glob.strip() or not roles.strip():
             raise ConfigError(
-                f"precision policy: {part!r} is not an exception; write `glob: format`, "
-                "for example `*.norm: fp32`"
+                f"precision policy: an exception must be `glob: format`, got {part!r}. Write for "
+                "example `*.norm: fp32`."
             )
         exceptions.pop(glob.strip(), None)
         exceptions[glob.strip()] = roles.strip()
@@ -210,13 +211,13 @@ def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
         role = role.removeprefix("compute.").replace("-", "_")
         if role not in _ROLES:
             raise ConfigError(
-                f"{where}: no role is named {role!r}{suggestion(role, _ROLES)}; "
-                f"the roles are {', '.join(sorted(_ROLES))}"
+                f"{where}: there is no role {role!r}{suggestion(role, _ROLES)}. The roles are "
+                f"{', '.join(sorted(_ROLES))}."
             )
         if where.startswith("exception") and role not in _PER_MODULE:
             raise ConfigError(
-                f"{where}: {role} is chosen for the whole model, not for a module; "
-                f"write {role}={value} before the first semicolon"
+                f"{where}: {role} applies to the whole model, not to one module. Write "
+                f"{role}={value} before the first semicolon."
             )
         if (
             where.startswith("exception")
@@ -224,8 +225,8 @@ def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
             and value not in ("fp32", policy.params)
         ):
             raise ConfigError(
-                f"{where}: params={value} is narrower than the model's; an exception may keep "
-                "weights in fp32, so write params=fp32, or params for the whole model"
+                f"{where}: an exception can only widen params to fp32, got params={value}. Write "
+                "params=fp32, or set params for the whole model."
             )
         if role == "compute":
             changes |= dict.fromkeys(PRODUCTS, value)
@@ -263,26 +264,29 @@ def _problems(policy: Policy) -> Iterable[str]:
     yield from _check_choice("moments", policy.moments, ("", *MOMENT_FORMATS))
     fp8 = [role for role in PRODUCTS if getattr(policy, role) in FP8_FORMATS]
     if fp8 and policy.scaling == "none":
-        yield f"{fp8[0]}={getattr(policy, fp8[0])} needs a scale; write scaling=tensor"
+        yield f"{fp8[0]}={getattr(policy, fp8[0])} needs a scale. Write scaling=tensor."
     if policy.params == "fp32" and policy.master in ("split", "kahan", "stochastic"):
-        yield f"master={policy.master} is for 16-bit weights; write params=bf16, or leave it out"
+        yield f"master={policy.master} needs 16-bit weights. Write params=bf16 or drop master."
     if policy.params == "fp16" and policy.master == "none":
         yield (
-            "params=fp16 with master=none lets the optimizer itself compute in fp16, where squares "
-            "of gradients overflow and eps is zero; write master=fp32, kahan or stochastic"
+            "params=fp16 with master=none makes the optimizer compute in fp16, where squared "
+            "gradients overflow and eps is zero. Write master=fp32, kahan or stochastic."
         )
     if policy.master == "split" and policy.params == "fp16":
-        yield "master=split holds the missing bits of bf16; write params=bf16 or master=fp32"
+        yield "master=split needs bf16 weights. Write params=bf16 or master=fp32."
     if policy.grads not in ("", "fp32", policy.params):
-        yield f"grads={policy.grads} with params={policy.params}; write grads=fp32 or leave it out"
+        yield (
+            f"grads={policy.grads} does not work with params={policy.params}. Write grads=fp32 or "
+            "leave grads out."
+        )
     if policy.moments == "fp32" and policy.params != "fp32" and policy.master == "none":
         yield (
-            f"moments=fp32 has nothing to add to weights of {policy.params} with master=none; "
-            "write moments=bf16 or int8, or a master"
+            f"moments=fp32 is of no use for {policy.params} weights with master=none. Write "
+            "moments=bf16 or int8, or choose a master."
         )
     for glob, text in policy.exceptions:
         if not glob or not text or set(glob) & set(":;") or ";" in text:
-            yield f"{f'{glob}: {text}'!r} is not an exception; write `glob: format`"
+            yield f"an exception must be `glob: format`, got {f'{glob}: {text}'!r}."
             continue
         try:
             _with_roles(replace(policy, exceptions=()), text, where=f"exception {glob}")
@@ -294,7 +298,7 @@ def _check_choice(role: str, value: str, allowed: tuple[str, ...]) -> Iterable[s
     if value not in allowed:
         known = " (a format, but not for this role)" if value in FORMATS else ""
         choices = ", ".join(filter(None, allowed))
-        yield f"{role}={value}{known}{suggestion(value, allowed)}; {role} is one of {choices}"
+        yield f"{role} must be one of {choices}, got {value}{known}{suggestion(value, allowed)}."
 
 
 def _roles_text(policy: Policy) -> str:
@@ -329,6 +333,6 @@ def _split_terms(text: str) -> list[str]:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean …` where something known is spelt nearly so, else nothing."""
+    """Return ` (did you mean …?)` if a known name is spelled similarly, else nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]}" if close else ""
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -59,8 +59,8 @@ def policy_from(text: AnyPolicy, hardware: Hardware | None = None) -> Policy:
     if isinstance(text, torch.dtype):
         if text not in _OF_DTYPES:
             raise ConfigError(
-                f"precision policy: {text} stands for no preset; write torch.bfloat16, "
-                f"torch.float16 or torch.float32, or the name of one: {', '.join(NAMES)}"
+                f"precision policy: {text} matches no preset. Write torch.bfloat16, torch.float16 "
+                f"or torch.float32, or a preset name: {', '.join(NAMES)}."
             )
         text = _OF_DTYPES[text]
     if not isinstance(text, str):
@@ -78,11 +78,11 @@ def short_text(policy: Policy) -> str:
 
 
 def _is_no_policy(inputs: object) -> str:
-    what = f"precision policy: {inputs!r:.80} is none; write"
+    what = f"precision policy: must be text, a Policy or a torch dtype, got {inputs!r:.80}."
     if isinstance(inputs, Mapping):
         roles = ", ".join(f"{role}={value}" for role, value in inputs.items())
-        return f'{what} its roles as text, policy="{roles}"'
-    return f"{what} the name of a preset ({', '.join(NAMES)}), roles as text, or leave it out"
+        return f'{what} Write its roles as text: policy="{roles}".'
+    return f"{what} Write a preset name ({', '.join(NAMES)}) or roles as text, or leave it out."
 
 
 def recommended(hardware: Hardware) -> tuple[str, str]:
@@ -91,7 +91,7 @@ def recommended(hardware: Hardware) -> tuple[str, str]:
     fp8 is never recommended here: whether it gains depends on the shapes of the model.
     """
     if hardware.support("bf16").how == "native":
-        return "bf16", f"{hardware.name} multiplies bf16 natively, and bf16 needs no loss scale"
+        return "bf16", f"{hardware.name} has native bf16 matmuls, and bf16 needs no loss scale"
     if hardware.support("fp16").how == "native":
-        return "fp16", f"{hardware.name} multiplies fp16 natively, but not bf16"
-    return "fp32", f"{hardware.name} has no faster products than fp32: a narrower format is slower"
+        return "fp16", f"{hardware.name} has native fp16 matmuls, but not bf16"
+    return "fp32", f"{hardware.name} has no faster matmuls than fp32: narrower formats are slower"

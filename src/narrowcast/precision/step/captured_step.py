@@ -65,16 +65,16 @@ class CapturedStep:
     ) -> None:
         if not callable(loss_fn):
             raise ConfigError(
-                f"graphed() was given a {type(loss_fn).__name__}; give it the function that "
-                "returns the loss: run.graphed(lambda x, y: F.cross_entropy(model(x), y))"
+                f"graphed() needs a function that returns the loss, got {type(loss_fn).__name__}. "
+                "Write run.graphed(lambda x, y: F.cross_entropy(model(x), y))."
             )
         if signatures < 1:
-            raise ConfigError(f"signatures={signatures}: it counts captures; write 1 or more")
+            raise ConfigError(f"signatures must be at least 1, got {signatures}.")
         self._engine, self._loss_fn, self._most = engine, loss_fn, signatures
         self._step, self._after = step, after
         self.loss: Tensor | None = None
         """The loss of the last step, on the device; reading its value waits."""
-        self.why = "no step was taken yet"
+        self.why = "no step taken yet"
         """Why the last step was launched kernel by kernel; empty where it was replayed."""
         self._device = engine.weights.device
         self._on_gpu = self._device.type == "cuda"
@@ -89,9 +89,9 @@ class CapturedStep:
         plan = self._engine.plan
         if plan.spares_host:
             last += (
-                f"; the plan is for {plan.execution} steps, and keeps {plan.spares_host} of the "
-                "modules wider for what fp8 costs the host, which a replay does not: "
-                'run.set_policy(…, execution="graphed")'
+                f"; the plan is for {plan.execution} steps and keeps {plan.spares_host} modules "
+                "wider because fp8 costs the host too much there, which does not apply to "
+                'replays: call run.set_policy(…, execution="graphed")'
             )
         return f"<graphed step of {name}: {held}; {last}>"
 
@@ -109,10 +109,9 @@ class CapturedStep:
         engine.weights.ownership.check_not_swapped(doing="a graphed step")
         if engine.weights.with_gradients():
             raise ConfigError(
-                "a graphed step is a whole one, and there are gradients already, of a backward() "
-                "without its step() or of another loss; call run.step() first to use them, or "
-                "run.zero_grad() to drop them; with gradient accumulation write "
-                "run.backward(loss) and run.step()"
+                "A graphed step runs its own backward pass, but there are gradients already. Call "
+                "run.step() first to use them, or run.zero_grad() to drop them. For gradient "
+                "accumulation use run.backward(loss) and run.step()."
             )
         inputs = parse_inputs(args, kwargs)
         self._check_changing_numbers(inputs)
@@ -159,14 +158,15 @@ class CapturedStep:
         """Say why a signature is not captured in this step; nothing where it is to be."""
         if key not in self._rehearsed or self._engine.log.counts().applied <= self._applied_before:
             # The last numbers that a capture keeps, such as scales of fp8, are of an applied step.
-            return "this signature is launched until a step of it is warm"
+            return "steps of a new signature run eagerly until they are warmed up"
         if len(self._graphs) < self._most:
             return ""
         oldest = min(self._used, key=self._used.__getitem__)
         if self._taken - self._used[oldest] <= RESTING:
             return (
                 f"{self._most} other signatures are captured and in use; pad inputs to fewer "
-                "shapes, or write graphed(…, signatures=…): each holds the memory of a step"
+                "shapes, or write graphed(…, signatures=…): each capture holds the memory of one "
+                "step"
             )
         del self._graphs[oldest], self._used[oldest]
         return ""
@@ -180,7 +180,7 @@ class CapturedStep:
     def _launch(self, inputs: Inputs) -> tuple[Outcome, Tensor]:
         """Take a step kernel by kernel; the last before a capture may not wait."""
         if not self._on_gpu:
-            self.why = f"CUDA graphs need a GPU, and the weights are on {self._device}"
+            self.why = f"CUDA graphs need a GPU, but the weights are on {self._device}"
             loss = self._passes([inputs.arguments])
             return self._step(), loss
         rehearsal = inputs.signature in self._launched and self._taken >= WARM_UP
@@ -223,8 +223,8 @@ class CapturedStep:
             self._engine.weights.ownership.zero_grad()
             self._engine.buffers.restore()
             raise UnsupportedError(
-                f"graphed(): the loss cannot be captured as a CUDA graph: {why}; leave that out "
-                f"of it, or write {INSTEAD}"
+                f"graphed() cannot capture the loss as a CUDA graph: {why}. Remove that from the "
+                f"loss function, or use {INSTEAD}."
             ) from waited
         return loss
 
@@ -238,8 +238,8 @@ class CapturedStep:
         if self._new_forms > MOST_NEW:
             changed = inputs.changed_since(self._forms.last)
             raise ConfigError(
-                f"graphed(): {changed} was another in each of the last {MOST_NEW} steps, and a "
-                "captured step has its numbers for ever; give it as a tensor: torch.tensor(…)"
+                f"graphed(): {changed} changed in each of the last {MOST_NEW} steps, but a "
+                "captured step fixes its numbers. Pass it as a tensor: torch.tensor(…)."
             )
         self._forms.add(inputs.form)
 
@@ -272,9 +272,9 @@ def _check_capturable(engine: Engine) -> None:
     why = unsupported_reason(engine)
     wrapped = isinstance(engine.model, nn.parallel.DistributedDataParallel)
     if wrapped or any(as_sharded(weight) is not None for weight in engine.weights.all):
-        why = why or "its gradients are reduced among devices, which no graph here holds"
+        why = why or "its gradients are reduced across devices, which cannot be captured"
     if why:
-        raise UnsupportedError(f"graphed(): {why}; write {INSTEAD}, which does not need that")
+        raise UnsupportedError(f"graphed() cannot be used: {why}. Use {INSTEAD} instead.")
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:

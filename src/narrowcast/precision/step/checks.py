@@ -25,50 +25,51 @@ def check_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer
     check_not_monitored(model, doing="prepare()")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
-            "LBFGS evaluates the loss inside its step, where no gradient can be guarded; "
-            "use AdamW, SGD or another optimizer whose step takes no closure"
+            "LBFGS evaluates the loss inside its step, where gradients cannot be checked. Use "
+            "AdamW, SGD or another optimizer whose step() needs no closure."
         )
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise UnsupportedError(
-            f"{type(optimizer).__name__} wraps another optimizer and has none of torch's own "
-            "workings; give prepare() the one inside, often its `optimizer`"
+            f"prepare() needs a torch optimizer, got {type(optimizer).__name__}, which wraps "
+            "another one. Pass the optimizer inside it, often its `optimizer` attribute."
         )
     needed = needed_arguments(type(optimizer).step)[1:]
     if needed:
         raise UnsupportedError(
-            f"step() of {type(optimizer).__name__} needs `{needed[0]}`, and evaluates the loss "
-            "where no gradient can be guarded; use one whose step takes no closure"
+            f"step() of {type(optimizer).__name__} needs `{needed[0]}` and evaluates the loss "
+            "where gradients cannot be checked. Use an optimizer whose step() needs no closure."
         )
     check_not_prepared(model, optimizer)
     if is_swapped(model):
-        raise ConfigError("this model is prepared already; call release() on that first")
+        raise ConfigError("This model is already prepared. Call release() on its Prepared first.")
     check_not_quantized(model, optimizer)
     for name, weight in model.named_parameters():
         if is_lazy(weight):
             raise ConfigError(
-                f"{name} has no shape yet; run one batch through the model before the optimizer is "
-                "built and prepare() is called"
+                f"{name} has no shape yet. Run one batch through the model before you build the "
+                "optimizer and call prepare()."
             )
         if weight.requires_grad and weight.is_complex():
             raise UnsupportedError(
-                f"{name} is {weight.dtype}, and weights are trained as real numbers; keep "
-                "nn.Parameter(torch.view_as_real(…)) in its place, and call "
-                "torch.view_as_complex on it in forward()"
+                f"Trained weights must be real, got {weight.dtype} for {name}. Store "
+                "nn.Parameter(torch.view_as_real(…)) and call torch.view_as_complex on it in "
+                "forward()."
             )
         if weight.requires_grad and weight.dtype != torch.float32:
             raise UnsupportedError(
-                f"{name} is {weight.dtype}; weights are taken in fp32 and kept as the policy's "
-                "`params` says, so call model.float() before prepare()"
+                f"Trained weights must be torch.float32 before prepare(), got {weight.dtype} for "
+                f"{name}. Call model.float() first; `params` of the policy sets the format they "
+                "are stored in."
             )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
-                f"{name or 'the model'} is a scripted module, which cannot be rewritten; prepare "
-                "the plain one, and use torch.compile"
+                f"{name or 'The model'} is a scripted module, which cannot be rewritten. Prepare "
+                "the unscripted module and use torch.compile."
             )
         if getattr(module, "sparse", False):
             raise UnsupportedError(
-                f"{name} has sparse gradients, whose norm is not taken; write sparse=False"
+                f"{name} has sparse gradients, which are not supported. Build it with sparse=False."
             )
     _check_common_weights(model, optimizer)
 
@@ -77,17 +78,17 @@ def _check_types(model: object, optimizer: object) -> None:
     """Refuse arguments of `prepare` that are no model, or no optimizer."""
     if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
         raise ConfigError(
-            "prepare() was given the optimizer before the model; write prepare(model, optimizer)"
+            "prepare() got the optimizer before the model. Write prepare(model, optimizer)."
         )
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"prepare() was given a {type(model).__name__} for a model; give it an nn.Module: "
-            "prepare(model, optimizer)"
+            f"The model must be an nn.Module, got {type(model).__name__}. Write prepare(model, "
+            "optimizer)."
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"prepare() was given a {type(optimizer).__name__} for an optimizer; give it one that "
-            "holds the parameters: prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))"
+            f"The optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. "
+            "Write prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))."
         )
 
 
@@ -95,17 +96,17 @@ def _check_common_weights(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     """Refuse a model and an optimizer that have no weight in common."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not held:
-        raise ConfigError("the optimizer holds no parameters; give it model.parameters()")
+        raise ConfigError("The optimizer has no parameters. Build it from model.parameters().")
     names = {p: name for name, p in model.named_parameters()}
     if not names:
-        raise ConfigError("the model has no parameters; there is nothing to prepare")
+        raise ConfigError("The model has no parameters to train. Pass the model that you train.")
     if not any(p in names for p in held):
         first, name = next(iter(names.items()))
         raise ConfigError(
-            f"none of the {len(held)} parameters of the {type(optimizer).__name__} (the first is "
-            f"{tuple(held[0].shape)}) is one of the {len(names)} of the {type(model).__name__} "
-            f"({name} is {tuple(first.shape)}); build the optimizer from this model's "
-            "parameters(), after it was copied or its layers replaced"
+            f"The {type(optimizer).__name__} and the {type(model).__name__} share no parameters, "
+            f"got {len(held)} in the optimizer (the first of shape {tuple(held[0].shape)}) and "
+            f"{len(names)} in the model ({name} of shape {tuple(first.shape)}). Build the "
+            "optimizer from model.parameters() after copying the model or replacing its layers."
         )
 
 
@@ -124,9 +125,9 @@ def check_buckets(model: nn.Module, plan: Plan) -> None:
         return
     if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
         raise UnsupportedError(
-            f"params={plan.policy.params} would change the dtype of weights whose gradients "
-            "DistributedDataParallel waits for in fp32; prepare() the model inside it first, and "
-            "wrap that: DistributedDataParallel(model)"
+            f"params={plan.policy.params} changes the dtype of weights, but "
+            "DistributedDataParallel expects fp32 gradients. Call prepare() on the model inside "
+            "it first, then wrap it: DistributedDataParallel(model)."
         )
 
 
@@ -134,8 +135,8 @@ def check_not_monitored(model: nn.Module, *, doing: str) -> None:
     """Refuse to give other classes to modules that somebody looks at, who would see no more."""
     if any(isinstance(module, Probe) for module in model.modules()):
         raise ConfigError(
-            f"{doing}: this model is watched, by narrowcast.monitor() or by a run that trains it; "
-            "call close() on that watch, or let the run end, and watch it again afterwards"
+            f"{doing} cannot be used while this model is monitored by narrowcast.monitor() or a "
+            "run. Call close() on the monitor or end the run first, then monitor it again."
         )
 
 
@@ -143,14 +144,14 @@ def check_loss(loss: object) -> None:
     """Refuse to take the gradients of what is not a loss."""
     if not isinstance(loss, Tensor):
         raise ConfigError(
-            f"backward() was given a {type(loss).__name__}; give it the loss as a tensor, with "
-            "its graph: not loss.item(), and no closure"
+            f"The loss must be a tensor with its graph, got {type(loss).__name__}. Pass the loss "
+            "itself, not loss.item() and not a closure."
         )
     if loss.numel() != 1 or not loss.requires_grad:
         what = f"of shape {tuple(loss.shape)}" if loss.numel() != 1 else "without gradients"
         raise ConfigError(
-            f"backward() was given a loss {what}; give it one number that depends on the "
-            "model's weights, computed outside torch.no_grad()"
+            f"The loss must be one number that requires grad, got one {what}. Compute it from the "
+            "model's weights, outside torch.no_grad()."
         )
 
 
@@ -164,51 +165,50 @@ def check_settings(
 ) -> None:
     """Refuse settings of `prepare` that mean nothing."""
     if not isinstance(lookahead, Lookahead | None):
-        raise ConfigError(
-            f"lookahead={lookahead!r}: it is told by its settings; write "
-            "lookahead=nc.Lookahead(), or None for none"
-        )
+        raise ConfigError(f"lookahead must be an nc.Lookahead or None, got {lookahead!r}.")
     _check_number("clip_norm", clip_norm, such_as=1.0)
     _check_number("ema_decay", ema_decay, such_as=0.999)
     if clip_norm is not None and not 0 < clip_norm < math.inf:
         raise ConfigError(
-            f"clip_norm={clip_norm:g}: gradients are clipped to a norm above 0; "
-            "write such a number, or None for no clipping"
+            "clip_norm must be a finite number above 0, or None for no clipping, got "
+            f"{clip_norm:g}."
         )
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise ConfigError(
-            f"ema_decay={ema_decay:g}: the average keeps a share of itself from 0 to below 1; "
-            "write 0.999, or None for no average"
+            f"ema_decay must be at least 0 and below 1, or None for no EMA, got {ema_decay:g}. A "
+            "common value is 0.999."
         )
     if max_skipped_steps < 1:
-        raise ConfigError(
-            f"max_skipped_steps={max_skipped_steps}: it counts steps; write 1 or more"
-        )
+        raise ConfigError(f"max_skipped_steps must be at least 1, got {max_skipped_steps}.")
     if lost_updates_every < 0:
         raise ConfigError(
-            f"lost_updates_every={lost_updates_every}: it counts steps; write 1 or more, or 0 "
-            "for no meter"
+            "lost_updates_every must be at least 1, or 0 to turn the measurement off, got "
+            f"{lost_updates_every}."
         )
 
 
 def _check_number(name: str, value: object, *, such_as: float) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-        raise ConfigError(f"{name}={value!r}: it is a number; write {name}={such_as:g}, or such")
+        raise ConfigError(
+            f"{name} must be a number, got {value!r}. Write for example {name}={such_as:g}."
+        )
 
 
 def check_gradients_exist(present: Sequence[int], *, doing: str) -> None:
     """Refuse a step of no weight at all."""
     if not present:
-        raise ConfigError(f"{doing} found no gradients; call backward(loss) first, or step(loss)")
+        raise ConfigError(
+            f"{doing} has no gradients to use. Call backward(loss) first, or step(loss)."
+        )
 
 
 def check_not_fp16(gradients: Sequence[Tensor]) -> None:
     """Refuse to unscale gradients in the format whose small numbers the scale is there for."""
     if any(g.dtype == torch.float16 for g in gradients):
         raise ConfigError(
-            "unscale() would leave gradients in fp16 without their loss scale, where small ones "
-            "vanish; write grads=fp32 in the policy, or give prepare() a clip_norm and leave "
-            "unscale() out"
+            "unscale() would leave fp16 gradients without their loss scale, so small ones become "
+            "zero. Write grads=fp32 in the policy, or pass clip_norm to prepare() and drop the "
+            "call to unscale()."
         )
 
 
@@ -218,8 +218,7 @@ def check_learning_rates(optimizer: torch.optim.Optimizer) -> None:
         rate = group.get("lr")  # an optimizer may find its own, and have none
         if isinstance(rate, float) and not math.isfinite(rate):
             raise ConfigError(
-                f"the learning rate is {rate}, which would make every weight so; "
-                "look at the learning-rate schedule"
+                f"The learning rate must be finite, got {rate}. Check the learning-rate schedule."
             )
 
 
@@ -227,9 +226,9 @@ def check_execution(plan: Plan, execution: Execution | None) -> None:
     """Refuse to be told how the model runs beside a plan that was made for another way."""
     if execution not in (None, plan.execution):
         raise ConfigError(
-            f"execution={execution!r} was given beside a plan that was made for {plan.execution} "
-            "passes; "
-            f"make it with plan(…, execution={execution!r}), or leave execution out"
+            f"execution must match the plan, got execution={execution!r} with a plan made for "
+            f"{plan.execution!r}. Make it with plan(…, execution={execution!r}), or leave "
+            "execution out."
         )
 
 
@@ -239,16 +238,16 @@ def check_plan(model: nn.Module, plan: Plan, *, mine: Plan) -> None:
     missing = next((m.name for m in plan.modules if m.name not in names), None)
     if missing is not None:
         raise ConfigError(
-            f"the plan is of another model: this one has no module {missing!r}; "
-            "make it with plan(prepared.model, …)"
+            f"The plan was made for another model: this one has no module {missing!r}. Make it "
+            "with plan(prepared.model, …)."
         )
     if plan.hardware.device != mine.hardware.device:
         raise ConfigError(
-            f"the plan was made for {plan.hardware.device}, and the model is prepared on "
-            f"{mine.hardware.device}; make it with hardware=prepared.plan.hardware"
+            f"The plan must be for {mine.hardware.device}, where the model is prepared, got one "
+            f"for {plan.hardware.device}. Make it with hardware=prepared.plan.hardware."
         )
     if plan.memory.requested != mine.memory.requested:
         raise ConfigError(
-            "the plan saves memory in another way than the run does, and that is settled by "
-            "prepare(); make it with memory=prepared.plan.memory.asked"
+            "The plan must have the memory settings of this run, because only prepare() can set "
+            "them. Make it with memory=prepared.plan.memory.requested."
         )

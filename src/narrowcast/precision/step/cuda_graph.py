@@ -36,12 +36,15 @@ MOST_FORMS = 4
 def unsupported_reason(engine: Engine) -> str:
     """Say why no CUDA graph can hold this model's update; nothing where one can."""
     if engine.weights.device.type != "cuda":
-        return f"CUDA graphs are not for {engine.weights.device.type}"
+        return f"CUDA graphs do not run on {engine.weights.device.type}"
     if engine.weights.fused is None:
-        return f"the update is not the fused kernel ({engine.update_path})"
+        return f"the update does not use the fused kernel ({engine.update_path})"
     if offloaded := engine.plan.memory.requested.offload:
         named = " and ".join(offloaded)
-        return f"a captured step holds its memory, and memory.offload moves {named} out of it"
+        return (
+            f"a captured step keeps its memory in place, but memory.offload moves the {named} to "
+            "the host"
+        )
     return ""
 
 
@@ -107,9 +110,8 @@ def captured(
     except RuntimeError as error:
         reason = str(_first_cause(error)).partition("\n")[0]
         raise UnsupportedError(
-            f"the step cannot be captured as a CUDA graph ({reason}); a model that reads a "
-            "tensor on the host cannot be, nor one whose graphs do not fit: write "
-            f"{instead}"
+            f"The step cannot be captured as a CUDA graph ({reason}). The model may read a tensor "
+            f"on the host, or the graphs may not fit in memory. Write {instead}."
         ) from error
     finally:  # after an error they would lie in the memory of a graph which there is not
         engine.weights.forget_gradients()

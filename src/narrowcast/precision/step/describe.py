@@ -11,7 +11,7 @@ def described(engine: Engine) -> str:
     policy, plan = engine.plan.policy, engine.plan
     lines = {
         "policy": f"{short_text(policy)}, {_how(plan)} on {plan.hardware.name}",
-        "weights": f"{_weights(engine)}, kept in {policy.params}, master {policy.master}",
+        "weights": f"{_weights(engine)}, stored in {policy.params}, master {policy.master}",
         "update": _update(engine),
         "steps": _steps(engine),
         "loss scale": _scale(engine),
@@ -50,7 +50,7 @@ def _update(engine: Engine) -> str:
 def _steps(engine: Engine) -> str:
     stats = engine.log.stats
     on_their_way = engine.steps_begun - stats.steps
-    later = f"; of {on_their_way} more the host does not know yet" if on_their_way > 0 else ""
+    later = f"; {on_their_way} more pending on the device" if on_their_way > 0 else ""
     return f"{stats.applied:,} applied, {stats.skipped:,} skipped{later}"
 
 
@@ -61,4 +61,4 @@ def _scale(engine: Engine) -> str:
     if value.device.type == "cpu":
         return f"{float(value):g}"
     known = engine.log.stats.scale_history
-    return f"{known[-1][1]:g} in the last step that the host knows of" if known else "on the device"
+    return f"{known[-1][1]:g} in the last finished step" if known else "on the device"

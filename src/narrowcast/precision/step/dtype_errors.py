@@ -35,9 +35,9 @@ def explain_dtypes(model: nn.Module, error: BaseException) -> None:
     if name is None:
         return
     error.add_note(
-        f"{_SAYS}the weights of {name or 'the model'} are kept in 16 bits, and its input was not "
-        "brought to their format, as where autocast is switched off; write "
-        f"`{name or '*'}: params=fp32` in the policy, or cast the input to the weight's dtype"
+        f"{_SAYS}the weights of {name or 'the model'} are stored in 16 bits and its input was not "
+        f"cast to their format, for example because autocast is off. Write `{name or '*'}: "
+        "params=fp32` in the policy, or cast the input to the weight's dtype."
     )
 
 

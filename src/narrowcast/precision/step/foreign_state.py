@@ -26,18 +26,18 @@ def check_state(state: Mapping[str, Any], *, mine: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping) or not mine.keys() <= state.keys():
         missing = mine.keys() - (state.keys() if isinstance(state, Mapping) else set())
         raise CheckpointError(
-            f"the state lacks {', '.join(sorted(missing))}: it is not that of a prepared model, or "
-            "of an older version of narrowcast; give what its state_dict() returned"
+            f"The state lacks {', '.join(sorted(missing))}. It is not a prepared model's state, "
+            "or an older version of narrowcast wrote it. Pass what state_dict() returned."
         )
     if state["policy"] != mine["policy"]:
         raise CheckpointError(
-            f"the checkpoint was written under the policy {state['policy']!r}, and this run has "
-            f"{mine['policy']!r}; write the policy of the checkpoint"
+            f"The checkpoint was written with the policy {state['policy']!r}, but this run uses "
+            f"{mine['policy']!r}. Use the policy of the checkpoint."
         )
     parts = {part: state[part] for part in mine}  # what else somebody saved with it is theirs
     if changed := _first_difference(state_outline(parts), state[OUTLINE], "", ("", " as saved")):
         raise CheckpointError(
-            f"the state was changed after it was saved: {changed}; give what state_dict() returned"
+            f"The state was changed after it was saved: {changed}. Pass what state_dict() returned."
         )
     for part in mine:
         if part in ("policy", "stats", "applied_before", OUTLINE):
@@ -45,8 +45,8 @@ def check_state(state: Mapping[str, Any], *, mine: Mapping[str, Any]) -> None:
         terms = _terms(part, state[part]), _terms(part, mine[part])
         if differs := _first_difference(*terms, part, (" in the checkpoint", " here")):
             raise CheckpointError(
-                f"the checkpoint's {part} are of another run: {differs}; prepare this one as that "
-                "was: the same model, frozen alike, and the same settings of prepare()"
+                f"The {part} in the checkpoint do not match this run: {differs}. Prepare the same "
+                "model, with the same frozen weights and the same prepare() settings."
             )
 
 

@@ -75,7 +75,7 @@ class Outcome:
         """Say what is known without waiting for the device."""
         numbers = self._arrived
         if numbers is None:
-            return f"<Outcome: step {self.step}, lr {self.lr:g}; applied or not is not known yet>"
+            return f"<Outcome: step {self.step}, lr {self.lr:g}; still running on the device>"
         became = "applied" if numbers.finite else f"skipped: {self._why}"
         norm = f"grad norm {numbers.norm:.4g}, " if numbers.finite else ""
         message = f"{became}; {norm}loss scale {numbers.scale:g}, lr {self.lr:g}"

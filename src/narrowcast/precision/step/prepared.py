@@ -55,9 +55,8 @@ class Prepared:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: model and optimizer are held in common with the user."""
         raise UnsupportedError(
-            "what prepare() returned can be neither copied nor pickled: it shares model and "
-            "optimizer with whoever called prepare(); save its state_dict(), and load that into "
-            "another that was prepared alike"
+            "Prepared cannot be copied or pickled because it shares the model and optimizer. Save "
+            "run.state_dict() and load it into a new prepare()."
         )
 
     @property
@@ -70,8 +69,8 @@ class Prepared:
         """The one that `prepare` was given; of several, see `optimizers`."""
         if len(self.optimizers) > 1:
             raise ConfigError(
-                f"this run has {len(self.optimizers)} optimizers; write run.optimizers[0], or "
-                "loop over run.optimizers"
+                f"run.optimizer needs a single optimizer, got {len(self.optimizers)}. Use "
+                "run.optimizers[0] or loop over run.optimizers."
             )
         return self.optimizers[0]
 
@@ -115,9 +114,8 @@ class Prepared:
         weights.ownership.check_not_swapped(doing="set_policy()")
         if weights.with_gradients():
             raise ConfigError(
-                "set_policy() was called between backward() and step(), and gradients have the "
-                "formats "
-                "and the scale of the old policy; call it after step()"
+                "set_policy() was called between backward() and step(), while gradients still "
+                "have the formats and scale of the old policy. Call it after step()."
             )
         before, plan = self.plan, _resolve_plan(policy, self.engine, execution)
         self.engine.set_plan(plan, loss_scale=settings_from(loss_scale), keep_scale=keep_scale)

@@ -50,8 +50,8 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
     """
     if engine.scales.value is not None and engine.weights.with_gradients():
         raise ConfigError(
-            "load_state_dict() was called between backward() and step(), and gradients have the "
-            "loss scale of before; call it after step(), or zero_grad() first"
+            "load_state_dict() was called between backward() and step(), while gradients still "
+            "have the old loss scale. Call it after step(), or call zero_grad() first."
         )
     mine = collect_state(engine)
     check_state(state, mine=mine)
@@ -125,8 +125,8 @@ def _counts(state: dict[str, Any]) -> tuple[Stats, int]:
         return Stats.from_state(state["stats"]), int(state["applied_before"])
     except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"the counts of the checkpoint cannot be read ({error}); give what state_dict() "
-            "returned, or load an older checkpoint"
+            f"The counts in the checkpoint cannot be read ({error}). Pass what state_dict() "
+            "returned, or load an older checkpoint."
         ) from error
 
 
@@ -149,6 +149,6 @@ def _all_or_nothing(engine: Engine, mine: dict[str, Any], state: dict[str, Any])
         copy_tensors(weights, stored)
         engine.schedules.load_state_dict(schedules)
         raise CheckpointError(
-            f"the checkpoint could not be taken up ({type(error).__name__}: {error}), and the run "
-            "is as it was before; load one of a run that was prepared alike"
+            f"The checkpoint could not be loaded ({type(error).__name__}: {error}), and the run "
+            "is unchanged. Load a checkpoint of a run with the same prepare() settings."
         ) from error

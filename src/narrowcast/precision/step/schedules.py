@@ -78,8 +78,8 @@ class Schedules:
         """Give the schedules that wait for it a metric."""
         if not self._plateaus:
             raise ConfigError(
-                "scheduler_step() has no schedule to give its number to; write "
-                "prepare(…, scheduler=ReduceLROnPlateau(optimizer))"
+                "scheduler_step() needs a scheduler that takes a metric. Write prepare(…, "
+                "scheduler=ReduceLROnPlateau(optimizer))."
             )
         for scheduler in self._plateaus:
             # From now on: whoever only ever steps it directly moves it once, too.
@@ -148,8 +148,8 @@ def _check_optimizer(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]
     theirs = getattr(scheduler, "optimizer", None)
     if isinstance(theirs, torch.optim.Optimizer) and not any(theirs is o for o in optimizers):
         raise ConfigError(
-            f"the {type(scheduler).__name__} sets the learning rate of another "
-            f"{type(theirs).__name__} than prepare() was given; make it of the same optimizer"
+            f"The {type(scheduler).__name__} was built for a different {type(theirs).__name__} "
+            "than the one passed to prepare(). Build it for the same optimizer."
         )
 
 
@@ -160,12 +160,12 @@ def _check_arguments(scheduler: Any) -> None:
     step = getattr(scheduler, "step", None)
     if not callable(step):
         raise ConfigError(
-            f"scheduler={type(scheduler).__name__} has no step(); give a learning-rate schedule, "
-            "or a list of them"
+            "scheduler must be a learning-rate scheduler or a list of them, got "
+            f"{type(scheduler).__name__}, which has no step()."
         )
     needed = needed_arguments(step)
     if needed:
         raise UnsupportedError(
-            f"step() of {type(scheduler).__name__} needs `{needed[0]}`, which a training step does "
-            "not know; leave it out of prepare(), and call its step() yourself after run.step()"
+            f"step() of {type(scheduler).__name__} needs `{needed[0]}`, which run.step() cannot "
+            "pass. Leave it out of prepare() and call its step() yourself after run.step()."
         )

@@ -62,9 +62,9 @@ def parse_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
             form.append((name, type(value), repr(value)))
         else:
             raise ConfigError(
-                f"graphed(): {name} is a {type(value).__name__}, inside which nobody looks for "
-                "tensors; give tensors, numbers and words, alone or in tuples, lists and dicts, "
-                "and let the function know the rest by itself"
+                "graphed(): inputs must be tensors, numbers and strings, alone or in tuples, "
+                f"lists and dicts, got {type(value).__name__} for {name}. Capture other objects "
+                "in the function itself."
             )
     return Inputs((args, kwargs), (tuple(tensors), tuple(form)), tuple(form))
 
@@ -72,8 +72,9 @@ def parse_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
 def _check_no_graph(tensor: Tensor, name: str) -> None:
     if tensor.requires_grad:
         raise UnsupportedError(
-            f"graphed(): {name} requires a gradient, which a replayed step does not hand back to "
-            "where it came from; give it detached, and compute what has weights in the function"
+            f"graphed(): inputs must not require grad, got {name}, because a replayed step does "
+            "not pass its gradient on. Detach it, and compute what has weights inside the "
+            "function."
         )
 
 
@@ -117,15 +118,14 @@ class CaptureTerms:
         """Say what passes do that no graph can, given what the buffers were before."""
         if any(isinstance(module, Recomputed) and module.nc_draws for module in self._modules):
             return (
-                "blocks that memory.activation_checkpointing computes again draw random numbers "
-                "(dropout), and "
-                "cannot draw the same ones in a graph"
+                "blocks recomputed by memory.activation_checkpointing use random numbers "
+                "(dropout), which a graph cannot reproduce"
             )
         pairs = zip(self._names, self.buffers(), buffers, strict=True)
         name = next((name for name, now, then in pairs if now != then), "")
         return name and (
-            f"the buffer {name} is another tensor after the forward pass, and a graph would read "
-            f"the old one for ever (write self.{name.rpartition('.')[2]}.copy_(…))"
+            f"the forward pass replaces the buffer {name}, but a graph keeps reading the old "
+            f"tensor (write self.{name.rpartition('.')[2]}.copy_(…))"
         )
 
     def _now(self) -> tuple[list[Any], ...]:

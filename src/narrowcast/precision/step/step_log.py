@@ -80,21 +80,21 @@ class StepLog:
         if stats.overflows_at_floor < self._patience:
             return
         fact = (
-            f"step {stats.steps}: {stats.overflows_at_floor} steps in a row had gradients that are "
-            f"not finite{', with the loss scale at its smallest' if self.scaled else ''}"
+            f"step {stats.steps}:  {stats.overflows_at_floor} steps in a row had inf or NaN "
+            f"gradients{(', with the loss scale at its minimum' if self.scaled else '')}"
         )
         bad = [name for name, weight in self._weights.items() if not weight.isfinite().all()]
         if bad:
             lr = self.wording.lr
             raise DivergedError(
-                f"{fact}; {len(bad)} of {len(self._weights)} weights are not finite either, "
-                f"the first {bad[0]}",
-                "Go back to an earlier checkpoint, and look at what else writes to the weights, "
-                f"such as a hook, or try a lower {lr}",
+                f"{fact}; {len(bad)} of {len(self._weights)} weights are inf or NaN too, the "
+                f"first is {bad[0]}",
+                "Restore an earlier checkpoint. Then check what else writes to the weights, such "
+                f"as a hook, or try a lower {lr}.",
             )
         raise DivergedError(
-            f"{fact}; the weights are those of the last good step",
-            f"Look at {stats.bad_module}: {_remedy(stats.bad_module, self.wording)}",
+            f"{fact}; the weights are those of the last applied step",
+            f"Look at {stats.bad_module}: {_remedy(stats.bad_module, self.wording)}.",
         )
 
     def _count(self, outcome: Outcome) -> str:
@@ -111,11 +111,11 @@ class StepLog:
             self._schedules.step()
             return ""
         count = f"{len(outcome.bad_parameters)} of {len(self._weights)} weights"
-        why = f"gradients of {count} are not finite, nearest the loss {outcome.bad_module}"
+        why = f"gradients of {count} are inf or NaN, nearest the loss: {outcome.bad_module}"
         if outcome.next_scale != outcome.loss_scale:
             why += f"; loss scale {outcome.loss_scale:g} → {outcome.next_scale:g}"
         if self.stats.overflows_at_floor == 1:
-            floor = f"; the scale is {outcome.loss_scale:g} and may not go lower"
+            floor = f"; the scale is {outcome.loss_scale:g}, its minimum"
             self._findings.append(
                 FindingRecord(
                     step=outcome.step,
@@ -124,17 +124,19 @@ class StepLog:
                     role="grad_weight",
                     what=AT_FLOOR if self.scaled else "overflow",
                     why=why + (floor if self.scaled else ""),
-                    action=f"the step is skipped; after {self._patience} in a row training stops",
+                    action=f"the step is skipped; training stops after {self._patience} in a row",
                     advice=_remedy(self._one_to_blame(outcome), self.wording),
                 )
             )
         return why
 
     def _tell_of_standing_still(self, outcome: Outcome) -> None:
-        narrow = "write master=split: 16 bits lose an update below half their spacing; or "
+        narrow = (
+            "write master=split, because 16-bit weights lose updates below half their spacing; or "
+        )
         advice = (narrow if self.params_lose == "always" else "") + (
-            "try a higher learning rate, and look whether the optimizer writes to the weights in "
-            "its param_groups, or to others"
+            "try a higher learning rate, and check that the optimizer updates the weights in its "
+            "param_groups"
         )
         self._findings.append(
             FindingRecord(
@@ -143,7 +145,7 @@ class StepLog:
                 module="",
                 role="update",
                 what=NOTHING_MOVED,
-                why="the step was applied, and left every weight with a gradient where it was",
+                why="the step was applied, but no weight changed",
                 action="",
                 advice=advice,
             )
@@ -157,10 +159,10 @@ class StepLog:
 
 def _remedy(module: str, terms: Wording) -> str:
     # Which number came first is not known here, and so not what would help.
-    ask = "" if terms.in_recipe else "; narrowcast.explain says which number came first"
+    ask = "" if terms.in_recipe else "; narrowcast.explain shows which value became bad first"
     if module == NO_MODULE:
         wider = "a wider precision.policy" if terms.in_recipe else "a wider policy"
-        return f"try a lower {terms.lr}, {wider}, or the data{ask}"
+        return f"try a lower {terms.lr} or {wider}, or check the data{ask}"
     if terms.policy.for_module(module).forward == "fp32":
-        return f"try a lower {terms.lr}, or the data{ask}"
-    return f"try {terms.wider(module, 'fp32')}, a lower {terms.lr}, or the data{ask}"
+        return f"try a lower {terms.lr}, or check the data{ask}"
+    return f"try {terms.wider(module, 'fp32')} or a lower {terms.lr}, or check the data{ask}"
