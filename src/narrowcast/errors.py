@@ -6,45 +6,45 @@ from typing import ClassVar
 
 
 class NarrowcastError(Exception):
-    """Say what was asked, why it cannot be, and what to write instead."""
+    """Base class of errors that users can fix. The message says what is wrong and what to do."""
 
     exit_code: ClassVar[int] = 2
 
 
 class ConfigError(NarrowcastError, ValueError):
-    """A recipe, an override, a policy or a file it names is not usable as written."""
+    """An argument, a recipe, an override or a policy is invalid."""
 
 
 class UnsupportedError(NarrowcastError, NotImplementedError):
-    """What was asked is meaningful, but not on this machine or in this version."""
+    """The request is valid, but this machine or this version does not support it."""
 
     exit_code = 3
 
 
 class Interrupted(NarrowcastError):  # noqa: N818  # an event, not a mistake
-    """A signal asked for an early end; what there was is saved."""
+    """A signal requested an early end. Everything so far is saved."""
 
     exit_code = 130
 
 
 class DivergedError(NarrowcastError):
-    """Training cannot go on: every further step would overflow."""
+    """Training cannot continue, because every further step would be skipped."""
 
     exit_code = 4
 
     def __init__(self, fact: str, advice: str = "") -> None:
-        """Say what happened, and apart from it what to look at."""
+        """Join what happened and what to do into one message."""
         super().__init__(f"{fact}. {advice}" if advice else fact)
         self.fact = fact
 
 
 class CheckpointError(NarrowcastError):
-    """A checkpoint or run folder is missing, damaged, or of something else."""
+    """A checkpoint or run folder is missing, damaged, or from another run."""
 
 
 @contextmanager
 def blamed_on(what: str) -> Iterator[None]:
-    """Let an exception of somebody else's code say whose it was; whatever it is, it goes on."""
+    """Add a note to exceptions of other code that says where they come from."""
     try:
         yield
     except Exception as error:

@@ -47,7 +47,7 @@ def test_measuring_without_a_gpu_is_refused_with_what_to_write(narrowcast, tmp_p
     ended = narrowcast("doctor", "--measure")
     assert ended.code == 3
     assert "compute capability 8.9" in ended.err
-    assert "leave --measure out" in " ".join(ended.err.split())
+    assert "Leave --measure out" in " ".join(ended.err.split())
     assert not (tmp_path / "narrowcast" / "speeds").exists()
 
 

@@ -65,7 +65,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(narrowcast, tiny, t
     [
         (["stesp=3"], 2, "no such setting; did you mean steps"),
         (["precision.policy=fp17"], 2, "no preset 'fp17' (did you mean fp16?)"),
-        (["precision.policy=fp8-row", "precision.emulate=false"], 3, "without emulation"),
+        (["precision.policy=fp8-row", "precision.emulate=false"], 3, "but emulate=false was set"),
         (["precision.overrides={nosuch.*: fp32}"], 2, "nosuch.*: fp32 matches no module"),
         (["precision.loss_scale.scale_groups=[nosuch]"], 2, "'nosuch' matches no module"),
         (["precision.loss_scale.growth_factor=3"], 2, "only powers of two scale exactly"),

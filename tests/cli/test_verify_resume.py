@@ -34,4 +34,4 @@ def test_a_run_whose_blocks_are_computed_again_resumes_bit_for_bit(resumed_halfw
 def test_what_a_machine_without_a_gpu_cannot_offload_is_refused(narrowcast, tiny):
     ended = narrowcast("verify-resume", tiny, "memory.offload=[optimizer]", "device=cpu")
     assert ended.code == 3
-    assert "leave memory.offload out" in ended.err
+    assert "Leave memory.offload out" in ended.err

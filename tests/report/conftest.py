@@ -80,7 +80,7 @@ def gpt_modules(blocks: int) -> list[dict[str, Any]]:
     }
     modules = [
         module("embed", **{**norm, "kind": "embedding", "parameters": 32_768,
-                           "reason": "kept fp32: a lookup multiplies nothing"})
+                           "reason": "kept fp32: embedding lookup, no products"})
     ]  # fmt: skip
     for i in range(blocks):
         modules += [

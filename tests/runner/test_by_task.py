@@ -77,7 +77,7 @@ def test_a_row_tells_size_machine_and_who_has_set_what(bare, h200):
     assert row["parameters"] == nc.plan_recipe(bare, CPU).to_json()["bytes"]["params"] / 4
     assert row["settings"]["clip_norm"] == {"value": 1.5, "origin": "command line"}
     assert row["settings"]["precision.policy"] == {"value": "fp16", "origin": "task generation"}
-    assert row["left_out"] == ["offload of optimizer: not for small models, whose state fits"]
+    assert row["left_out"] == ["offload of optimizer: the state of small models fits on the device"]
 
 
 def test_a_policy_that_would_be_refused_is_left_out_and_told(bare, h200):

@@ -39,28 +39,28 @@ class Support:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One device, as far as precision is concerned; a plain value, so that plans can be tested."""
+    """Capabilities of one device. You can write one yourself to plan for another device."""
 
     device: str
-    """As torch names it: `cpu`, `cuda:0`, `mps`."""
+    """Device in torch notation: `cpu`, `cuda:0`, `mps`."""
     name: str
     memory_bytes: int | None
-    """None where the system does not say."""
+    """None if unknown."""
     capability: tuple[int, int] | None = None
     """The compute capability of an NVIDIA GPU."""
     products: Mapping[str, Support] = field(default_factory=dict)
-    """By format name; a format that is not listed can be emulated."""
+    """Support by format name. A format that is not listed can be emulated."""
     speeds: Speeds | None = None
-    """What was measured of fp8 on this GPU; None where nothing was."""
+    """Measured fp8 speeds of this GPU, or None."""
 
     def support(self, format_name: str) -> Support:
-        """Return how products of this format run here."""
+        """Return how products of this format run on this device."""
         return self.products.get(
-            format_name, Support(how="emulated", reason="nothing is known of this format here")
+            format_name, Support(how="emulated", reason="support is unknown for this format")
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return plain data for JSON."""
         return {
             "device": self.device,
             "name": self.name,
@@ -75,7 +75,22 @@ class Hardware:
 
 
 def detect_hardware(device: str = "auto") -> Hardware:
-    """Describe a device; `auto` takes the first GPU, or else the CPU."""
+    """Return the capabilities of a device.
+
+    On a CPU the first call tries 16-bit products in a child process and caches the result.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1", "mps", or "auto" for the first GPU or else the CPU.
+
+    Returns:
+        The hardware.
+
+    Raises:
+        UnsupportedError: The device does not exist here.
+
+    Example:
+        >>> nc.detect_hardware().support("bf16").how
+    """
     if device == "auto":
         device = _best_device()
     match _kind(device):
@@ -84,22 +99,20 @@ def detect_hardware(device: str = "auto") -> Hardware:
         case "cuda":
             if not torch.cuda.is_available():
                 raise UnsupportedError(
-                    f"device={device} was asked for, but torch finds no CUDA GPU here; "
-                    "write device=cpu or device=auto"
+                    f"device={device} needs a CUDA GPU, but torch finds none. Write device=cpu or "
+                    "device=auto."
                 )
             _require_index(device)
             return _cuda(device)
         case "mps":
             if not torch.backends.mps.is_available():
                 raise UnsupportedError(
-                    "device=mps was asked for, but torch finds no Apple GPU here; "
-                    "write device=cpu or device=auto"
+                    "device=mps needs an Apple GPU, but torch finds none. Write device=cpu or "
+                    "device=auto."
                 )
             return _mps()
         case _:
-            raise UnsupportedError(
-                f"device={device} is none that narrowcast knows; write cpu, cuda, mps or auto"
-            )
+            raise UnsupportedError(f"device must be cpu, cuda, mps or auto, got {device}.")
 
 
 def _kind(device: str) -> str:
@@ -113,8 +126,8 @@ def _require_index(device: str) -> None:
     index, count = torch.device(device).index or 0, torch.cuda.device_count()
     if index >= count:
         raise UnsupportedError(
-            f"device={device} was asked for, but torch finds {count} CUDA GPU(s) here, numbered "
-            f"from 0; write device=cuda:{count - 1} or device=auto"
+            f"device={device} does not exist: torch finds {count} CUDA GPU(s), numbered from 0. "
+            f"Write device=cuda:{count - 1} or device=auto."
         )
 
 
@@ -152,7 +165,7 @@ def _cpu_support(name: str, trials: Mapping[str, CpuTrial]) -> Support:
     if trial.died:
         return Support(
             how="emulated",
-            reason=f"this CPU announces {name} products but a process that tried one died",
+            reason=f"this CPU reports {name} products, but a test process that used one crashed",
         )
     if trial.slowdown > _WORTH_IT:
         return Support(

@@ -131,7 +131,7 @@ class Speeds:
             or any(list(axis) != sorted(set(axis)) for axis in axes)
             or not all(0 < value < math.inf for value in (*times, *itertools.chain(*axes)))
         ):
-            raise ValueError("a table of speeds has gaps, or times that nothing takes")
+            raise ValueError("a table of speeds has gaps or impossible times")
         return result
 
 
@@ -143,8 +143,8 @@ def known_speeds(gpu: str) -> Speeds | None:
             return Speeds.from_json(json.loads(stored.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             _log.warning(
-                "the speeds measured on this GPU cannot be read from %s and are left out; "
-                "measure them again with narrowcast doctor --measure, or delete the file",
+                "the measured speeds of this GPU cannot be read from %s and are ignored; measure "
+                "them again with narrowcast doctor --measure, or delete the file",
                 stored,
             )
     for shipped in files(__package__).joinpath("measured").iterdir():

@@ -28,24 +28,42 @@ from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.wording import Wording
 from narrowcast.runs import FindingRecord, HealthRecord
 
-EVERY = 10
-"""Steps between two readings."""
 
+def monitor(model: nn.Module, *, policy: str | Policy = "fp32", every: int = 10) -> "Monitor":
+    """Collect numeric statistics of a model that your own loop trains.
 
-def monitor(model: nn.Module, *, policy: str | Policy = "fp32", every: int = EVERY) -> "Monitor":
-    """Look at the tensors of a model that a loop of your own trains in a policy's formats.
+    Call it before `torch.compile`. `close()` or the end of a `with` block removes it.
 
-    Compile the model afterwards, if at all. `close()`, or the end of a `with` block, makes it
-    again what it was.
+    Args:
+        model: The model you train.
+        policy: The policy whose formats the statistics and findings refer to.
+        every: Steps between readings.
+
+    Returns:
+        The monitor: call `step()` between `backward()` and the optimizer step.
+
+    Raises:
+        ConfigError: `every` is below 1, or the model has no parameters or is already monitored.
+
+    Example:
+        >>> with nc.monitor(model, policy="fp16") as health:
+        ...     for batch in loader:
+        ...         loss_fn(model, batch).backward()
+        ...         for finding in health.step():
+        ...             print(finding.what, finding.why)
+        ...         optimizer.step()
     """
     if every < 1:
-        raise ConfigError(f"watch(every={every}): write how many steps lie between two readings")
+        raise ConfigError(
+            f"monitor(every) must be at least 1, got {every}. It is the number of steps between "
+            "readings."
+        )
     return Monitor(model, policy=policy, every=every)
 
 
 @final
 class Monitor:
-    """What is known of a model's tensors, and what was found."""
+    """Statistics and findings of a monitored model, returned by `monitor`."""
 
     def __init__(self, model: nn.Module, *, policy: str | Policy, every: int) -> None:
         device = _model_device(model)
@@ -63,10 +81,13 @@ class Monitor:
         """The latest that have arrived."""
 
     def step(self, number: int | None = None) -> list[FindingRecord]:
-        """Take note of a step, between `backward()` and the optimizer's; return what begins there.
+        """Record a step; call it between `backward()` and the optimizer step.
 
-        `number` is what the loop calls the step; None: one more than the last. On a GPU statistics
-        are told one reading late, so that nothing waits for them.
+        Args:
+            number: Number of the step. None: one more than the last.
+
+        Returns:
+            New findings. On a GPU they come one reading late, to avoid a synchronisation.
         """
         self._steps = self._steps + 1 if number is None else number
         looked = self._probes.switch.on
@@ -81,31 +102,37 @@ class Monitor:
         return self._arrived(leaving=1 if self._waits else 0)
 
     def what_if(self, name: str) -> HealthRecord:
-        """Return what the tensors would lose to another format, scaled as a layer would.
+        """Return what the tensors of the latest reading would lose in another format.
 
-        Of the latest reading. Waits for the device.
+        Synchronises with the device.
+
+        Args:
+            name: Name of the format, for example "e4m3".
+
+        Raises:
+            ConfigError: There is no such format, or no reading yet.
         """
         format_named(name)  # which refuses what is none
         lost = None if self._latest is None else self._latest.as_if(name)
         if lost is None:
             raise ConfigError(
-                f"what_if({name!r}): nothing has been read yet; call it after a step() that reads, "
-                f"of which there is one in {self._every} (every={self._every})"
+                f"what_if({name!r}) has no readings yet. Call it after a step() that reads; "
+                f"every={self._every} reads one step in {self._every}."
             )
         return lost
 
     def close(self) -> list[FindingRecord]:
-        """Make the model again what it was; return what was still on its way."""
+        """Remove the monitor from the model and return the remaining findings."""
         matches = self._arrived(leaving=0)
         self._probes.remove()
         return matches
 
     def __enter__(self) -> Self:
-        """Return this."""
+        """Return this monitor."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close it."""
+        """Call `close()`."""
         self.close()
 
     def _arrived(self, *, leaving: int) -> list[FindingRecord]:
@@ -121,4 +148,4 @@ class Monitor:
 def _model_device(model: nn.Module) -> torch.device:
     for parameter in model.parameters():
         return parameter.device
-    raise ConfigError("watch() was given a model without parameters; give it the one you train")
+    raise ConfigError("monitor() needs a model with parameters. Pass the model you train.")

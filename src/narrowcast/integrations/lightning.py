@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from narrowcast.health.monitor import EVERY, Monitor, monitor
+from narrowcast.health.monitor import Monitor, monitor
 from narrowcast.integrations.finding_text import Tell, sentence
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.runs import FindingRecord
 
 
 def lightning_callback(
-    *, policy: str | Policy = "fp32", every: int = EVERY, tell: Tell | None = None
+    *, policy: str | Policy = "fp32", every: int = 10, tell: Tell | None = None
 ) -> Any:
     """Return a callback for a Lightning trainer that watches the module it fits.
 

@@ -210,9 +210,8 @@ def _check_devices(device: int, tensors: tuple[Tensor, ...]) -> None:
     for each in tensors:
         if device < 0 or each.get_device() != device or (each.numel() and not each.data_ptr()):
             raise UnsupportedError(
-                f"a kernel was given a {type(each).__name__} on {each.device}, of which it cannot "
-                f"read the memory beside what is on {tensors[0].device}; bring all of a layer to "
-                "one GPU"
+                f"Kernel inputs must be on {tensors[0].device}, got a {type(each).__name__} on "
+                f"{each.device}. Move the whole layer to one GPU."
             )
 
 

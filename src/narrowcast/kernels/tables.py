@@ -78,8 +78,8 @@ class HostTable:
             return
         if capturing and not replayed:
             raise UnsupportedError(
-                "the settings of the optimizer changed since the last step, and a CUDA graph under "
-                "capture would keep them for ever; write them before the capture begins"
+                "Optimizer settings changed during a CUDA graph capture, which would fix them. "
+                "Set them before the capture begins."
             )
         self._written = list(numbers)
         host = self._as_tensor(numbers)

@@ -80,7 +80,8 @@ def get_carrier(x: Tensor) -> Carrier:
     """Return what to compute in for `x`: its own precision, and never less than fp32."""
     if x.dtype not in _WIDTHS:
         raise UnsupportedError(
-            f"a {x.dtype} tensor cannot be rounded to a format; convert it with .float() first"
+            f"Only floating-point tensors can be rounded to a format, got {x.dtype}. Convert it "
+            "with .float() first."
         )
     return DOUBLE if x.dtype == torch.float64 else SINGLE
 

@@ -179,8 +179,8 @@ def format_named(name: str) -> Format | BlockFormat:
     if name in FORMATS:
         return FORMATS[name]
     close = difflib.get_close_matches(name.lower(), FORMATS, n=1)
-    hint = f"did you mean {close[0]}" if close else f"write one of {', '.join(FORMATS)}"
-    raise ConfigError(f"{name}: no such format; {hint}")
+    hint = f"Did you mean {close[0]}?" if close else f"Write one of {', '.join(FORMATS)}."
+    raise ConfigError(f"There is no format {name}. {hint}")
 
 
 def plain_format(name: str) -> Format:

@@ -12,16 +12,16 @@ from narrowcast.numerics.formats import Format
 
 @dataclass(frozen=True, kw_only=True)
 class CastLoss:
-    """How many elements of a tensor a format cannot carry."""
+    """Counts of the elements of a tensor that a format cannot represent."""
 
     elements: int
     """All elements, the lost ones included."""
     nonfinite: int
-    """Elements that were infinite or NaN already."""
+    """Elements that were already inf or NaN."""
     overflowed: int
     """Finite elements that round beyond the largest value."""
     flushed: int
-    """Elements other than zero that round to zero."""
+    """Nonzero elements that round to zero."""
 
     @property
     def overflow_rate(self) -> float:
@@ -35,7 +35,7 @@ class CastLoss:
 
 
 def cast_loss(x: Tensor, target: Format) -> CastLoss:
-    """Count the elements of `x` that `target` cannot carry; waits for the device."""
+    """Count the elements of `x` that `target` cannot represent. Synchronises with the device."""
     elements, nonfinite, overflowed, flushed = cast_counts(x, target).tolist()
     return CastLoss(elements=elements, nonfinite=nonfinite, overflowed=overflowed, flushed=flushed)
 
@@ -43,7 +43,7 @@ def cast_loss(x: Tensor, target: Format) -> CastLoss:
 def cast_counts(x: Tensor, target: Format) -> Tensor:
     """Return the four counts of `CastLoss`, in its order, as int64 on the device of `x`.
 
-    Does not wait for the device, so that counts of many tensors can be added up first.
+    Does not synchronise with the device, so counts of many tensors can be summed first.
     """
     x = x.detach()
     if not goes_in_pieces(x):

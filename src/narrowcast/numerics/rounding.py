@@ -34,11 +34,19 @@ from narrowcast.numerics.methods import (
 
 
 def round_to(x: Tensor, target: Format, *, saturate: bool = False) -> Tensor:
-    """Round `x` to the nearest values of `target`, ties to even, keeping the dtype of `x`.
+    """Round `x` to the nearest values of `target`, ties to even, and keep its dtype.
 
-    Overflow becomes an infinity, or NaN where the format has none; with `saturate`, and always in
-    e2m1, the largest value, for infinities too. NaN stays NaN. No gradient flows. As with
-    `Tensor.to`, the result shares memory with `x` where nothing needs rounding.
+    NaN stays NaN. No gradient flows. Like `Tensor.to`, the result shares memory with `x` if nothing
+    needs rounding.
+
+    Args:
+        x: A floating-point tensor.
+        target: The format.
+        saturate: Round values out of range, and inf, to the largest value. False: to inf, or NaN if
+            the format has no inf. e2m1 always saturates.
+
+    Returns:
+        The rounded tensor.
     """
     carrier, limit = get_carrier(x), _limit(x, target, saturate=saturate)
     if represents_all(target, x.dtype):
@@ -57,10 +65,19 @@ def round_to(x: Tensor, target: Format, *, saturate: bool = False) -> Tensor:
 def round_stochastic(
     x: Tensor, target: Format, *, generator: Generator, saturate: bool = False
 ) -> Tensor:
-    """Round `x` up or down to `target` at random, so that the expectation is `x`.
+    """Round `x` up or down to `target` at random, so that the expected value is `x`.
 
-    Values of `target` never move. The chance of going up is exact for everything but subnormals,
-    and there within 2**-24, the grain of an fp32 random number (2**-53 for fp64 tensors).
+    Values of `target` stay unchanged. Probabilities are exact except for subnormals, where they are
+    within 2**-24 (2**-53 for fp64 tensors).
+
+    Args:
+        x: A floating-point tensor.
+        target: The format.
+        generator: Random generator on the device of `x`.
+        saturate: As in `round_to`.
+
+    Returns:
+        The rounded tensor, in the dtype of `x`.
     """
     carrier, limit = get_carrier(x), _limit(x, target, saturate=saturate)
     if represents_all(target, x.dtype):
@@ -73,14 +90,26 @@ def round_stochastic(
 
 
 def cast(x: Tensor, target: Format, *, saturate: bool) -> Tensor:
-    """Convert `x` to the dtype of `target`, with the meaning of `round_to` in every torch version.
+    """Convert `x` to the dtype of `target`, with the rounding of `round_to` in every torch version.
 
-    torch 2.11 casts what e4m3 cannot hold to NaN, torch 2.12 and later to 448, infinities included:
-    what is out of range is settled before the cast.
+    Values out of range are handled before the cast: torch 2.11 casts them to NaN in e4m3, torch
+    2.12 and later to 448, inf included.
+
+    Args:
+        x: A floating-point tensor.
+        target: A format with a torch dtype.
+        saturate: As in `round_to`.
+
+    Returns:
+        The tensor in the dtype of `target`.
+
+    Raises:
+        UnsupportedError: torch has no dtype for the format.
     """
     if target.dtype is None:
         raise UnsupportedError(
-            f"torch has no dtype for a single {target.name} value; use round_to, which keeps dtypes"
+            f"torch has no dtype for single {target.name} values. Use round_to, which keeps the "
+            "dtype of its input."
         )
     carrier = get_carrier(x)
     # torch casts fp64 by way of fp32 and so would round twice; tf32 has no cast at all.
@@ -100,11 +129,18 @@ def cast(x: Tensor, target: Format, *, saturate: bool) -> Tensor:
 
 
 def round_blocks(x: Tensor, target: BlockFormat, *, saturate: bool = True) -> Tensor:
-    """Round `x` to a block format along its last dimension; a last block may be shorter.
+    """Round `x` to a block format along its last dimension; the last block may be shorter.
 
-    A block that holds an infinity or NaN becomes NaN throughout, as its scale does. With e8m0
-    scales the scale is the OCP specification's, which lets values of up to 1.14 times the largest
-    overflow; `saturate` says whether they become the largest, or NaN.
+    A block with inf or NaN becomes NaN. e8m0 scales follow the OCP specification, where values up
+    to 1.14 times the largest overflow.
+
+    Args:
+        x: A floating-point tensor.
+        target: The block format.
+        saturate: Round values that overflow to the largest value. False: to NaN.
+
+    Returns:
+        The rounded tensor, in the dtype of `x`.
     """
     blocks = in_blocks(x.detach().to(get_carrier(x).float_dtype), target.block)
     rounded = in_row_pieces(

@@ -24,10 +24,17 @@ Per = Literal["tensor", "row", "column", "block"]
 
 
 def scale_for(x: Tensor, target: Format, *, per: Per = "tensor", block: int = 128) -> Tensor:
-    """Return the largest powers of two that keep `x * scale` within `target`; broadcasts to `x`.
+    """Return the largest powers of two that keep `x * scale` within `target`.
 
-    One where all values are zero or one of them is not finite. The result is fp32 (fp64 for fp64),
-    and no scale is larger than the largest power of two of that.
+    Args:
+        x: A floating-point tensor.
+        target: The format.
+        per: What shares a scale: "tensor", "row", "column" or "block".
+        block: Block size for `per="block"`.
+
+    Returns:
+        The scales, which broadcast to `x`, in fp32 (fp64 for fp64). 1 if all values are zero or one
+        is inf or NaN.
     """
     carrier = get_carrier(x)
     if x.numel() == 0:
@@ -40,11 +47,19 @@ def scale_for(x: Tensor, target: Format, *, per: Per = "tensor", block: int = 12
 
 
 def quantize(x: Tensor, target: Format, *, per: Per = "tensor", block: int = 128) -> Tensor:
-    """Return what is left of `x` once scaled into `target`, rounded, and scaled back.
+    """Scale `x` into `target`, round it, and scale it back.
 
-    Finite values stay finite. What is not finite stays so, as itself or as NaN: it is never hidden
-    behind the largest value. A zero may lose its sign, which costs a pass to keep and changes no
-    sum. No gradient flows.
+    Finite values stay finite. inf and NaN stay inf or become NaN; they never saturate. A zero may
+    lose its sign. No gradient flows.
+
+    Args:
+        x: A floating-point tensor.
+        target: The format.
+        per: What shares a scale: "tensor", "row", "column" or "block".
+        block: Block size for `per="block"`.
+
+    Returns:
+        The rounded tensor, in the dtype of `x`.
     """
     x, carrier = x.detach(), get_carrier(x)
     if represents_all(target, x.dtype) or x.numel() == 0:
@@ -114,8 +129,8 @@ def _amax(x: Tensor, *, per: Per, block: int) -> Tensor:
         case "column":
             if x.dim() < 2:
                 raise UnsupportedError(
-                    f"a scale per column needs two dimensions, this tensor has {x.dim()}; "
-                    "write per='row' or per='tensor'"
+                    f"A scale per column needs at least two dimensions, got {x.dim()}. Write "
+                    "per='row' or per='tensor'."
                 )
             dim = -2
         case "block":

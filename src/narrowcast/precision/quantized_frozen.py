@@ -93,7 +93,7 @@ class QuantizedFrozenLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """Say how the weight is kept where the model is printed."""
-        return ", ".join(filter(None, [super().extra_repr(), "weight kept in e4m3"]))
+        return ", ".join(filter(None, [super().extra_repr(), "weight stored in e4m3"]))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # As integers, which `.to(dtype)` leaves alone: a byte times a scale is no number by itself.
@@ -112,8 +112,8 @@ class QuantizedFrozenLayer(nn.Module):
         if isinstance(codes, Tensor) and codes.dtype == self.weight_e4m3.dtype:
             if bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
                 raise CheckpointError(
-                    f"{prefix}weight_e4m3 holds NaN, which no weight that was kept does; "
-                    "the file is damaged: keep the weights again from the model they came from"
+                    f"{prefix}weight_e4m3 contains NaN, so the file is damaged. Quantize the "
+                    "weights again from the original model."
                 )
             mine = self.weight_e4m3.data.view(torch.uint8)
             if codes.shape != mine.shape or not torch.equal(mine, codes.view(torch.uint8).to(mine)):
@@ -222,8 +222,8 @@ class _ShownWeight(Tensor):
             name = getattr(func, "__name__", "")
             if shown is not None and (name in _WRITING or _writes(name)):
                 raise UnsupportedError(
-                    "this weight is kept in e4m3 and cannot be written to; call "
-                    "narrowcast.dequantize_frozen(model, torch.bfloat16) first"
+                    "This weight is stored in e4m3 and cannot be written to. Call "
+                    "narrowcast.dequantize_frozen(model, torch.bfloat16) first."
                 )
             return func(*args, **(kwargs or {}))
 
@@ -238,12 +238,12 @@ def _writes(name: str) -> bool:
 def _written(layer: QuantizedFrozenLayer, value: Tensor) -> None:
     if type(layer) is not _quantized_class(cast(Any, layer.nc_plain_layer)):
         raise UnsupportedError(
-            "a weight that is kept in e4m3 was written to while its model is prepared; call "
-            "release() first, and merge then"
+            "A weight stored in e4m3 was written to while its model is prepared. Call release() "
+            "first, then merge."
         )
     layer.nc_widen(value=value.detach())
     _log.info(
-        "a weight of %s that was kept in e4m3 was written to, and is a plain one in %s now",
+        "a weight of %s that was stored in e4m3 was written to; it is now a plain weight in %s",
         tuple(value.shape),
         value.dtype,
     )

@@ -270,7 +270,7 @@ def test_a_gradient_that_the_scale_made_too_large_is_the_scales(name):
     run, batch, loss_of = prepared(name, "fp16", loss_scale=scale)
     verdict = nc.explain(run, [batch], loss_of)
     assert (verdict.phase, verdict.origin) == ("backward", "model")
-    assert "gives way by itself" in verdict.advice()
+    assert "backs off by itself" in verdict.advice()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

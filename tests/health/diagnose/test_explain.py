@@ -113,7 +113,7 @@ def test_a_loss_scale_that_is_too_high_is_told_as_the_cause(net, batch, step):
     assert (verdict.module, verdict.role, verdict.phase) == ("head", "grad_output", "backward")
     assert verdict.kind == "large"  # emulated, it is seen before the cast: 2**24 / 8 at the most
     assert 65504 < verdict.amax <= 2.0**21
-    assert "gives way by itself" in verdict.advice(loss_scale=outcome.loss_scale)
+    assert "backs off by itself" in verdict.advice(loss_scale=outcome.loss_scale)
 
 
 def test_the_scale_of_the_step_in_question_is_in_force_and_not_that_of_now(net, batch, step):

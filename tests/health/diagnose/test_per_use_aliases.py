@@ -144,7 +144,7 @@ def test_a_weight_gradient_that_the_head_makes_is_the_heads_though_the_table_sha
     tied, untied = both(Language, scale=HIGH)
     assert tied == untied
     assert tied[:3] == ("head", "grad_weight", "fp16")
-    assert tied[-1] == "the loss scale was too high for this gradient, and gives way by itself"
+    assert tied[-1] == "the loss scale was too high for this gradient, and backs off by itself"
 
 
 @pytest.mark.parametrize("factor", [1e30, math.inf])

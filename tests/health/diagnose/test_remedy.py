@@ -154,7 +154,7 @@ def test_what_is_advised_makes_the_step_finite(case):
         told = nc.explain(
             again, [batch], lambda b: loss_of(plain(b), b), loss_scale=outcome.loss_scale
         )
-        assert "gives way by itself" in told.advice()
+        assert "backs off by itself" in told.advice()
     assert outcome.applied
     assert math.isfinite(loss.item())
 

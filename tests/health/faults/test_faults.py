@@ -109,12 +109,15 @@ def test_a_weight_is_itself_again_even_after_an_error(net):
     [
         (
             {"module": "blocks.*.up"},
-            r"matches 2 modules \(blocks.0.up, blocks.1.up, …\); write one",
+            r"matches 2 modules \(blocks.0.up, blocks.1.up, …\). Write one",
         ),
-        ({"module": "nowhere"}, "matches no module; write one name that `narrowcast plan` lists"),
+        (
+            {"module": "nowhere"},
+            "matches no module. Write one module name that `narrowcast plan` lists",
+        ),
         (
             {"module": "blocks.0.drop", "role": "weight"},
-            "has no weight that is trained; choose role=",
+            "has no trained weight. Choose role=",
         ),
     ],
 )
@@ -127,7 +130,7 @@ def test_a_fault_that_cannot_be_is_refused_at_once(net, settings, said):
 def test_a_fault_that_hit_nothing_is_not_passed_over_in_silence(net, batch):
     run, loss_of = net()
     faults = faults_of(run, module="blocks").at(1)  # a list, which nobody calls
-    with pytest.raises(ConfigError, match="blocks has no floating-point output in its passes"):
+    with pytest.raises(ConfigError, match="blocks has no floating-point output"):
         faulty_step(run, loss_of, [batch()], faults)
 
 

@@ -108,8 +108,8 @@ def test_what_comes_into_the_model_not_finite_is_no_overflow_of_any_format(form)
     arrived = look(1, ("a", "input", form, bad), ("a", "output", form, bad))
     (found,) = Findings().look(arrived)
     assert (found.module, found.role, found.what) == ("a", "input", "not finite")
-    assert found.why == "100 % of the values are NaN or infinite"
-    assert "look at the data" in found.advice
+    assert found.why == "100 % of the values are NaN or inf"
+    assert "check the data" in found.advice
     assert "overrides" not in found.advice
 
 
@@ -189,7 +189,7 @@ def test_a_scale_that_came_down_to_its_floor_is_found_once_and_again_after_it_ro
     ]
     assert [n for n, found in enumerate(told) if found] == [2, 8]
     assert whats(told[2]) == [("", "loss scale", "loss scale at its floor")]
-    assert "from 8 down to 1" in told[2][0].why
+    assert "from 8 to 1" in told[2][0].why
     assert "a smaller LossScale.min_scale" in told[2][0].advice
 
 
@@ -261,8 +261,8 @@ def test_weights_that_stand_still_are_found_when_they_are_measured():
     ("policy", "advice"),
     [
         ("bf16-pure", "try master=split"),
-        ("bf16, params=bf16, master=split", "kept already: try a higher"),
-        ("fp32", "kept already: try a higher"),
+        ("bf16, params=bf16, master=split", "stored already: try a higher"),
+        ("fp32", "stored already: try a higher"),
     ],
 )
 def test_nobody_is_told_to_keep_digits_that_are_kept_already(policy, advice):

@@ -139,7 +139,7 @@ def test_the_gradient_of_a_native_weight_is_not_differentiated_in_silence():
     layer, _ = pair(PRESETS["fp8-tensor"], "cpu")
     x = torch.randn(16, 64, requires_grad=True)
     (grad,) = torch.autograd.grad(layer(x).float().pow(2).sum(), layer.weight, create_graph=True)
-    with pytest.raises(UnsupportedError, match="write bf16 for this layer"):
+    with pytest.raises(UnsupportedError, match="Use bf16 for this layer"):
         grad.pow(2).sum().backward()
 
 

@@ -169,18 +169,16 @@ def test_a_model_with_positions_or_a_forward_of_its_own_is_left_alone(language_m
     Shifted.forward.__module__ = type(model).__module__
     model.__class__ = Shifted
     assert makes_masks(model)
-    assert why_masked(model) == "Shifted has positions of its own"
+    assert why_masked(model) == "Shifted uses its own positions"
     Shifted.forward.__module__ = "somebodys.own"
-    assert why_masked(model) == "Shifted has a forward of its own"
+    assert why_masked(model) == "Shifted overrides forward"
 
 
 def test_a_model_that_makes_a_mask_of_ones_is_left_alone_and_compiled_as_ever():
     model = transformers.RoFormerForMaskedLM(
         transformers.RoFormerConfig(vocab_size=97, embedding_size=32, **TINY)
     ).train()
-    assert why_masked(model.roformer) == (
-        "RoFormerModel makes a mask of its own where none is given"
-    )
+    assert why_masked(model.roformer) == ("RoFormerModel builds its own mask if none is passed")
     # One that is known around it, which its masks would be asked of too.
     both = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(

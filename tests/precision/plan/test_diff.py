@@ -428,7 +428,7 @@ def test_what_the_update_cannot_do_is_refused_and_changes_nothing(cpu):
 def test_parts_with_scales_of_their_own_are_refused_where_no_scale_is(cpu):
     run = fresh("fp16", cpu, scale_groups=["3"])
     train(run, 0, 1)
-    with pytest.raises(ConfigError, match="only under one loss scale"):
+    with pytest.raises(ConfigError, match="needs a single loss scale"):
         run.set_policy(planned(run, "bf16"))
     run.set_policy(planned(run, "fp16; 0: fp32"))
     assert train(run, 1, 2)[0][0]

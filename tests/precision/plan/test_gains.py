@@ -50,7 +50,7 @@ def test_a_layer_that_gains_nothing_is_kept_wider_and_the_reason_names_its_shape
     small, large = by_name["small"], by_name["large"]
     assert {getattr(small.policy, role) for role in PRODUCTS} == {"bf16"}
     assert (small.policy.scaling, small.how) == ("none", "native")
-    assert small.reason.endswith("; kept bf16: 4096×1024×1024 gains nothing (1.00 ×)")
+    assert small.reason.endswith("; kept bf16: fp8 gains nothing at 4096×1024×1024 (1.00 ×)")
     assert (large.policy.forward, large.policy.scaling) == ("e4m3", "tensor")
     assert large.reason == "native: compute capability 9.0; 2.00 × bf16 at 4096×4096×4096"
 
@@ -137,10 +137,8 @@ def test_a_launched_layer_that_costs_the_host_more_than_it_saves_is_kept_wider(w
 
     eager = planned("fp8-tensor", "eager")
     assert {getattr(eager.policy, role) for role in PRODUCTS} == {"bf16"}
-    told = (
-        "kept bf16: eager, the host takes longer over 4096×4096×4096 than fp8 saves (else 2.00 ×)"
-    )
-    assert eager.reason.endswith(f"; {told}")
+    told = "when eager, fp8 at 4096×4096×4096 costs the host more than it saves (otherwise 2.00 ×)"
+    assert eager.reason.endswith(f"; kept bf16: {told}")
     assert planned("fp8-tensor", None).reason == eager.reason  # it is not compiled
     compiled = planned("fp8-tensor", "compiled")  # casts are launched from Python there too
     assert compiled.reason == eager.reason.replace("eager", "compiled")
@@ -184,15 +182,15 @@ def test_a_way_to_run_that_there_is_not_is_refused_with_those_there_are(cpu):
         (
             True,
             None,
-            "eager: 1 layer is kept wider for what fp8 costs the host; graphed, none would be",
+            "eager: 1 layer is kept wider because of the host cost of fp8; none if graphed",
         ),
         (
             True,
             "compiled",
-            "compiled: 1 layer is kept wider for what fp8 costs the host; graphed, none would be",
+            "compiled: 1 layer is kept wider because of the host cost of fp8; none if graphed",
         ),
-        (True, "graphed", "graphed: what fp8 costs the host is not counted"),
-        (False, "eager", "eager: no layer is kept wider for what fp8 costs the host"),
+        (True, "graphed", "graphed: the host cost of fp8 is not counted"),
+        (False, "eager", "eager: no layer is kept wider because of the host cost of fp8"),
     ],
 )
 def test_a_plan_says_how_it_took_the_model_to_run(with_host, skip_slow_fp8, execution, told):
@@ -249,5 +247,5 @@ def test_a_graphed_step_says_what_a_plan_for_eager_ones_left_out(cpu):
     spared = tuple(dataclasses.replace(each, spares_host=True) for each in plan.modules)
     run = prepared(model, policy=dataclasses.replace(plan, modules=spared))
     told = repr(run.graphed(model))
-    assert "keeps 1 of the modules wider" in told
+    assert "keeps 1 modules wider" in told
     assert 'run.set_policy(…, execution="graphed")' in told

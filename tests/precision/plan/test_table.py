@@ -59,7 +59,7 @@ def test_a_policy_and_a_loss_scale_say_themselves():
     policy = nc.policy("fp16; head: bf16")
     assert repr(policy) == "narrowcast.policy('compute=fp16; head: bf16')"
     assert str(nc.LossScale(init_scale=1024.0)) == (
-        "1024 at first, from 1 to 262144; times 2 after 2000 calm steps, "
+        "1024 at first, from 1 to 262144; times 2 after 2000 finite steps, "
         "times 0.5 after an overflow"
     )
     assert str(nc.LossScale(init_scale=8.0, dynamic=False)) == "8, static"

@@ -188,7 +188,7 @@ def test_memory_that_nobody_tells_of_is_not_counted_on():
 
 def test_what_cannot_be_offloaded_is_told():
     chosen = optimal_precision("generation", "large", MACHINES["cpu"])
-    assert chosen.left_out == ("offload of optimizer: cpu has no memory of its own",)
+    assert chosen.left_out == ("offload of optimizer: cpu has no separate memory",)
 
 
 def test_a_misspelt_task_is_refused_with_a_suggestion():
@@ -197,5 +197,5 @@ def test_a_misspelt_task_is_refused_with_a_suggestion():
 
 
 def test_a_size_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="a model is small, medium, large"):
+    with pytest.raises(ConfigError, match="must be small, medium, large"):
         nc.optimal_precision("sft", "huge", MACHINES["cpu"])

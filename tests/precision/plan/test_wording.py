@@ -57,7 +57,7 @@ def test_what_a_plan_refuses_is_said_in_words_that_a_loop_has_too():
     with pytest.raises(UnsupportedError) as refused:
         nc.plan(nn.Linear(16, 16), "bf16", hardware=hardware, emulate=False)
     assert "precision." not in str(refused.value)
-    assert "leave out emulate=false" in str(refused.value)
+    assert "Leave out emulate=false" in str(refused.value)
 
 
 def test_a_watch_advises_a_policy():

@@ -256,7 +256,7 @@ def test_a_backward_pass_that_no_region_sees_is_refused():
     a = make(0, 8, 8).requires_grad_()
     with run.autocast():
         loss = (a @ a).sum()
-        with pytest.raises(UnsupportedError, match=r"call loss\.backward\(\) in its place"):
+        with pytest.raises(UnsupportedError, match=r"Call loss\.backward\(\) instead"):
             torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss), torch.ones(()))
 
 

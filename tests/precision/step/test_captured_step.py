@@ -132,7 +132,7 @@ def test_an_input_whose_tensors_nobody_would_find_is_refused():
 
     run = prepared("fp32")
     fast = run.graphed(lambda batch: run.model(batch["in"].x).sum())
-    with pytest.raises(ConfigError, match=r"input 0\['in'\] is a Batch"):
+    with pytest.raises(ConfigError, match=r"got Batch for input 0\['in'\]"):
         fast({"in": Batch(batch(0)[0])})
 
 
@@ -171,7 +171,7 @@ def test_what_is_no_function_and_no_count_is_refused():
 def test_what_is_no_loss_is_refused():
     run = prepared("fp32")
     fast = run.graphed(lambda x, y: run.model(x))
-    with pytest.raises(ConfigError, match=r"a loss of shape \(8, 16\)"):
+    with pytest.raises(ConfigError, match=r"got one of shape \(8, 16\)"):
         fast(*batch(0))
 
 

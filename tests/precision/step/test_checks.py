@@ -32,7 +32,7 @@ def test_a_model_whose_run_nobody_holds_any_more_still_has_its_optimizer(mlp):
     model = mlp()
     optimizer = adamw(model)
     nc.prepare(model, optimizer, policy="fp32")
-    with pytest.raises(ConfigError, match="this optimizer is already prepared"):
+    with pytest.raises(ConfigError, match="This optimizer is already prepared"):
         nc.prepare(model, optimizer, policy="fp32")
 
 
@@ -62,7 +62,7 @@ def test_two_runs_that_would_train_the_same_weights_are_refused(what):
     else:
         other[0].weight = one[0].weight
     first = nc.prepare(one, adamw(one), policy="fp32")
-    with pytest.raises(ConfigError, match=r"as one, an nn\.ModuleList of them"):
+    with pytest.raises(ConfigError, match=r"as one nn\.ModuleList"):
         nc.prepare(other, adamw(other), policy="fp32")
     first.release()
     both = nn.ModuleList([one, other])
@@ -124,13 +124,13 @@ def test_a_dtype_of_torch_stands_for_its_preset(mlp, dtype):
 
 
 NO_POLICIES = {
-    "None": (None, r"None is none; write the name of a preset \(fp32, .*or leave it out"),
+    "None": (None, r"got None. Write a preset name \(fp32, .*or leave it out"),
     "a dict": (
         {"compute": "bf16", "params": "bf16"},
-        r'write its roles as text, policy="compute=bf16, params=bf16"',
+        r'Write its roles as text: policy="compute=bf16, params=bf16"',
     ),
     "fp64": (torch.float64, r"torch\.float64 matches no preset\. Write torch\.bfloat16"),
-    "a number": (16, "16 is none; write the name of a preset"),
+    "a number": (16, "got 16. Write a preset name"),
 }
 
 
@@ -178,16 +178,16 @@ def test_a_number_is_the_loss_scale_to_begin_with(mlp, scale):
 NO_SCALES = {
     "a GradScaler": (
         torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=7),
-        r"leave the scaler .* out, and write .*LossScale\(init_scale=512, growth_interval=7",
+        r"remove the scaler .* calls, and write .*LossScale\(init_scale=512, growth_interval=7",
     ),
     "a GradScaler that does nothing": (
         torch.amp.GradScaler("cpu", enabled=False),
-        r"leave the scaler .* out; a scale of another beginning is written loss_scale=1024\.0",
+        r"remove the scaler .* calls; for another initial scale write loss_scale=1024\.0",
     ),
-    "True": (True, "loss_scale=bool: that is no loss scale; write a LossScale"),
-    "a text": ("dynamic", "loss_scale=str: that is no loss scale; write a LossScale"),
+    "True": (True, "loss_scale must be a LossScale or a number, got bool"),
+    "a text": ("dynamic", "loss_scale must be a LossScale or a number, got str"),
     "no names": ({}, "names no loss"),
-    "zero": (0.0, "write a positive number"),
+    "zero": (0.0, "must be a positive number"),
 }
 
 

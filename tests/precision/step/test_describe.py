@@ -47,7 +47,7 @@ def test_a_run_says_what_it_keeps_and_what_it_leaves_alone():
     optimizer = torch.optim.AdamW(model[1].parameters())
     policy = "bf16, params=bf16, master=split"
     run = nc.prepare(model, optimizer, policy=policy, emulate=True, fused_optimizer=True)
-    assert "18 trained of 90, kept in bf16, master split" in str(run)
+    assert "18 trained of 90, stored in bf16, master split" in str(run)
     assert "AdamW, the fused optimizer in plain torch" in str(run)
     assert "loss scale  none" in str(run)
 
@@ -58,7 +58,7 @@ def test_an_outcome_says_what_became_of_its_step():
     assert str(step(run)).endswith(", loss scale 65536, lr 0.001>")
     skipped = str(step(run, math.inf))
     assert skipped.startswith(
-        "<Outcome: step 3 skipped: gradients of 4 of 4 weights are not finite"
+        "<Outcome: step 3 skipped: gradients of 4 of 4 weights are inf or NaN"
     )
     assert "65536 → 32768" in skipped
 
@@ -67,4 +67,4 @@ def test_a_step_that_the_host_does_not_know_of_is_said_to_be_one():
     run = made()
     step(run)
     run.engine.steps_begun += 1  # as on a GPU that has not come to its end
-    assert "1 applied, 0 skipped; of 1 more the host does not know yet" in str(run)
+    assert "1 applied, 0 skipped; 1 more pending on the device" in str(run)

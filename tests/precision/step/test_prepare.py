@@ -123,8 +123,8 @@ def test_no_module_is_to_be_overridden_where_every_gradient_is_bad(mlp):
     run.step(loss_of(run, factor=math.nan))
     (finding,) = run.findings()
     assert finding.advice == (
-        "try a lower learning rate, a wider policy, or the data; "
-        "narrowcast.explain says which number came first"
+        "try a lower learning rate or a wider policy, or check the data; "
+        "narrowcast.explain shows which value became bad first"
     )
 
 
@@ -135,7 +135,7 @@ def test_training_is_given_up_with_the_module_to_look_at(mlp):
     for _ in range(2 + 5):
         assert not run.step(loss_of(run)).applied
     with pytest.raises(
-        DivergedError, match=r'last good step. Look at 3: try policy="fp16; 3: fp32"'
+        DivergedError, match=r'last applied step. Look at 3: try policy="fp16; 3: fp32"'
     ):
         run.step(loss_of(run))
     assert DivergedError.exit_code == 4
@@ -457,12 +457,12 @@ def test_a_loss_without_gradients_is_refused(mlp):
     run = prepared(mlp())
     with torch.no_grad():
         loss = loss_of(run)
-    with pytest.raises(ConfigError, match="a loss without gradients"):
+    with pytest.raises(ConfigError, match="got one without gradients"):
         run.step(loss)
 
 
 def test_a_step_without_gradients_is_refused(mlp):
-    with pytest.raises(ConfigError, match="has no gradients to use. Call backward"):
+    with pytest.raises(ConfigError, match=r"has no gradients to use\. Call backward"):
         prepared(mlp()).step()
 
 
@@ -506,7 +506,7 @@ def test_frozen_weights_may_come_in_sixteen_bits(mlp):
 def test_a_scripted_module_is_refused(mlp):
     model = torch.jit.script(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UnsupportedError, match="the model is a scripted module"):
+    with pytest.raises(UnsupportedError, match="The model is a scripted module"):
         nc.prepare(model, optimizer, policy="bf16")
 
 

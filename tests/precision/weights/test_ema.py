@@ -163,7 +163,7 @@ def test_averages_by_name_have_every_digit_and_load_into_the_plain_model(policy)
 
 def test_averages_by_name_are_refused_where_none_are_kept():
     _, run, _ = trained("fp32", decay=None)
-    with pytest.raises(ConfigError, match=r"write ema_decay=0\.999"):
+    with pytest.raises(ConfigError, match=r"for example ema_decay=0\.999"):
         run.ema_state_dict()
 
 

@@ -190,7 +190,7 @@ def test_a_weight_that_came_frozen_in_16_bits_is_not_trained_in_them():
     net[0].requires_grad_(True)
     with run.autocast():
         loss = net(torch.ones(2, 8)).float().sum()
-    with pytest.raises(ConfigError, match=r"0.weight was frozen at prepare\(\), in torch.bfloat16"):
+    with pytest.raises(ConfigError, match=r"0.weight was frozen in torch.bfloat16 at prepare\(\)"):
         run.step(loss)
 
 

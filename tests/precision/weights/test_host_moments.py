@@ -154,7 +154,7 @@ def test_an_optimizer_that_is_not_the_fused_one_is_refused():
         {"optimizer": torch.optim.SGD, "fused_optimizer": None},
         {"fused_optimizer": False},
     ):
-        with pytest.raises(UnsupportedError, match=r"use torch\.optim\.AdamW or Adam, or leave"):
+        with pytest.raises(UnsupportedError, match=r"Use torch\.optim\.AdamW or Adam, or leave"):
             prepared("fp32", **settings)
 
 

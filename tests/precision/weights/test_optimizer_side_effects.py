@@ -227,7 +227,7 @@ KEEPERS = {
 def test_an_optimizer_with_weights_beside_its_groups_is_refused_before_anything_changes(keep):
     net = model()
     optimizer = ListKeeper(net.parameters(), keep)
-    with pytest.raises(UnsupportedError, match=r"ListKeeper keeps weights of the model in `kept`"):
+    with pytest.raises(UnsupportedError, match=r"ListKeeper holds weights of the model in `kept`"):
         nc.prepare(net, optimizer, policy="bf16, params=bf16")
     assert all(type(module) in (nn.Sequential, nn.Linear, nn.Tanh) for module in net.modules())
     assert all(p.dtype == torch.float32 for p in net.parameters())
@@ -241,7 +241,7 @@ def test_it_trains_where_it_may_write_to_the_weights_themselves(policy):
     run.step(given_loss(net, 0))
     assert not any(map(torch.equal, before, net.parameters()))
     wide = nc.plan(net, "bf16, params=bf16", hardware=run.plan.hardware)
-    with pytest.raises(UnsupportedError, match="beside its param_groups"):
+    with pytest.raises(UnsupportedError, match="outside its param_groups"):
         run.set_policy(wide)
 
 

@@ -147,7 +147,7 @@ def test_none_of_them_is_stepped_by_hand():
 def test_a_weight_in_two_optimizers_is_refused_by_name():
     net = model()
     both = [torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(net[3].parameters(), lr=0.1)]
-    with pytest.raises(ConfigError, match=r"3\.weight is in two of the optimizers, 0 and 1"):
+    with pytest.raises(ConfigError, match=r"3\.weight is in two optimizers, 0 and 1"):
         nc.prepare(net, both)
     assert not hasattr(net[0], "nc_region")
 
@@ -156,7 +156,7 @@ def test_the_one_optimizer_of_several_is_not_guessed():
     run = prepared()
     with pytest.raises(ConfigError, match=r"got 2\. Use run.optimizers\[0\]"):
         run.optimizer  # noqa: B018
-    with pytest.raises(ConfigError, match="empty list of optimizers"):
+    with pytest.raises(ConfigError, match="at least one optimizer, got an empty list"):
         nc.prepare(model(), [])
 
 

@@ -62,7 +62,7 @@ TABLE = "sequence,alternative\nACGT,ACGA\nACGT,AC!A\n"
         ("values", ["predict", "RUN", "a.fa", "-o", "no/x.csv"], "there is no folder no", 2),
         ("values", ["predict", "RUN", "a.fa", "-o", "a.fa"], "a.fa is read from", 2),
         ("values", ["predict", "RUN", "a.fa", "--reference", "b.fa"], "sequences by themselve", 2),
-        ("values", ["predict", "RUN", "a.fa", "--device", "tpu"], "device=tpu is none", 3),
+        ("values", ["predict", "RUN", "a.fa", "--device", "tpu"], "mps or auto, got tpu", 3),
         ("values", ["predict", "RUN", "a.fa", "--policy", "bf61"], "bf61", 2),
         ("values", ["predict", "nowhere", "a.fa"], "give the folder of a finished run", 2),
         ("values", ["score", "RUN", "v.csv", "--reference", "a.fa"], "by themselves; give a b", 2),

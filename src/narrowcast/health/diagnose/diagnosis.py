@@ -27,24 +27,24 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Diagnosis:
-    """Where a step went wrong first. It prints as a sentence."""
+    """Where the first bad value of a step appeared, and what helps. Prints as a sentence."""
 
     location: Location
     amax: float
-    """The largest magnitude there; infinite, NaN, or finite and too large."""
+    """Largest magnitude there: inf, NaN, or finite and too large."""
     micro_batch: int
-    """From one on."""
+    """Counted from 1."""
     micro_batches: int
     evidence: str = ""
-    """What was seen around it."""
+    """What the values around it were."""
     extreme: Extreme | None = None
-    """The first bad number of the batch, where the batch itself is to blame."""
+    """The first bad value of the batch, if the input data is the cause."""
     neighbour: str | None = None
-    """The module whose numbers were looked at just before."""
+    """The module checked just before."""
     remedy: Remedy | None = None
-    """None where nothing was found that would have helped."""
+    """A change that makes the step finite; None if none was found."""
     wording: Wording = field(default_factory=Wording)
-    """How its owner writes settings."""
+    """Whether advice names recipe settings or Python arguments."""
 
     def __str__(self) -> str:
         return self.sentence
@@ -53,7 +53,7 @@ class Diagnosis:
         return f"<Diagnosis: {self.sentence}>"
 
     def has_same_location(self, other: "Diagnosis") -> bool:
-        """Say whether both are of one place in one micro-batch."""
+        """Return whether both name the same place and micro-batch."""
         return (self.location.module, self.location.role, self.micro_batch) == (
             other.location.module,
             other.location.role,
@@ -62,12 +62,12 @@ class Diagnosis:
 
     @property
     def sample(self) -> int | None:
-        """The first bad sample, where the batch itself is to blame."""
+        """Index of the first bad sample, if the input data is the cause."""
         return None if self.extreme is None else self.extreme.sample
 
     @property
     def module(self) -> str:
-        """The module; nothing for the model as a whole."""
+        """Name of the module; empty for the model itself."""
         return self.location.module
 
     @property
@@ -77,24 +77,24 @@ class Diagnosis:
 
     @property
     def kind(self) -> Literal["nan", "inf", "large"]:
-        """NaN, infinite, or finite but more than its format, or a square, can hold."""
+        """`nan`, `inf`, or `large`: finite, but too large for its format or its square."""
         if math.isnan(self.amax):
             return "nan"
         return "inf" if math.isinf(self.amax) else "large"
 
     @property
     def phase(self) -> Literal["forward", "backward"]:
-        """The pass it happened in."""
+        """The pass in which it happened."""
         return "backward" if self.location.in_backward else "forward"
 
     @property
     def origin(self) -> Literal["data", "model"]:
-        """Whose fault it is."""
+        """Whether the data or the model is the cause."""
         return "data" if self.location.role == "batch" else "model"
 
     @property
     def what(self) -> str:
-        """What it is, in a word or two."""
+        """Short name of the problem."""
         if self.kind == "nan":
             return "NaN"
         if self.origin == "data" and self.kind == "large":
@@ -103,14 +103,14 @@ class Diagnosis:
 
     @property
     def outgrew_format(self) -> bool:
-        """Whether a format of more range would have held it; of a NaN nobody knows."""
+        """Whether a format with more range would have held the value."""
         if self.location.format != "fp16" or self.kind == "nan":
             return False
         return self.kind == "large" or self.location.role != "weight"
 
     @property
     def overflowed_at(self) -> tuple[str, str] | None:
-        """The module that a wider format is known to help, and the role that overflowed its own."""
+        """The module that a wider format helps, and the role that overflowed."""
         if not self.outgrew_format or self.remedy is None:
             return None
         return next(iter(self.remedy.exceptions), self.module), self.role
@@ -122,7 +122,7 @@ class Diagnosis:
 
     @property
     def sentence(self) -> str:
-        """One sentence: where, what, how large, and what was seen around it."""
+        """One sentence: where, what, how large, and the values around it."""
         if self.extreme is not None:
             return f"{self.extreme.describe} ({self._turn})"
         size = "" if self.kind == "nan" else f"amax {written(self.amax)}, "
@@ -134,7 +134,7 @@ class Diagnosis:
         if self.extreme is not None:
             return f"look at {self.extreme.where}: no format can help"
         if self.location.role == "weight" and self.remedy is None:
-            return "the weights were bad before the step: go back to an earlier checkpoint"
+            return "the weights were bad before the step: restore an earlier checkpoint"
         gives_way = loss_scale is None or loss_scale > 1
         match self.remedy:
             case Remedy(policy=Policy() as policy, scale=scale, exceptions=exceptions):
@@ -143,7 +143,7 @@ class Diagnosis:
                 lower = " and a lower loss scale" if scale else ""
                 return f"try {tried}: with it{lower} this step is finite. Or {self._calmer}"
             case Remedy(scale="gives way") if gives_way:
-                return "the loss scale was too high for this gradient, and gives way by itself"
+                return "the loss scale was too high for this gradient, and backs off by itself"
             case Remedy(scale="too high"):
                 smaller = self.wording.loss_scale("init_scale")
                 return f"the loss scale is too high for this gradient: write a smaller {smaller}"
@@ -152,8 +152,8 @@ class Diagnosis:
                     f"try a wider format for {self.location.module or 'the model'}, {self._calmer}"
                 )
         if self.location.role == "loss":
-            return "no format helps: look at what the loss computes, a logarithm or division of 0"
-        return f"no format helps: try {self._calmer}, or look at the data"
+            return "no format helps: check the loss for a logarithm or division of 0"
+        return f"no format helps: try {self._calmer}, or check the data"
 
     @property
     def _calmer(self) -> str:

@@ -20,11 +20,24 @@ def explain(
     *,
     loss_scale: float | None = None,
 ) -> Diagnosis | None:
-    """Run the passes of a step again and name the first number that is not finite; None if none is.
+    """Replay a step and return where the first inf or NaN appeared.
 
-    `loss_of(batch)` is the loss of one micro-batch, `loss_scale` that of the step in question
-    (`outcome.loss_scale`): after an overflow the scale in force is lower. Ask before the weights
-    move again. Weights, gradients, buffers, scales and random numbers are left as they are.
+    Call it before the weights change again. Weights, gradients, buffers, scales and RNG state stay
+    unchanged.
+
+    Args:
+        prepared: The run that skipped the step.
+        batches: The micro-batches of the step.
+        loss_fn: Function that returns the loss of one micro-batch.
+        loss_scale: Loss scale of the step, `outcome.loss_scale`. After an overflow the active scale
+            is lower. None: the active scale.
+
+    Returns:
+        The diagnosis, or None if everything is finite.
+
+    Example:
+        >>> if not outcome.applied:
+        ...     print(nc.explain(run, [batch], loss_fn, loss_scale=outcome.loss_scale))
     """
     replay_inputs = ReplayInputs.before(prepared, batches)
     if loss_scale is not None and replay_inputs.scales:

@@ -167,9 +167,9 @@ class Investigator:
         except torch.OutOfMemoryError:
             # Eager passes hold more than those of a compiled, or captured, step.
             torch.cuda.empty_cache()
-            return None, _with(outcome.skip_reason, "no memory was left for a replay")
+            return None, _with(outcome.skip_reason, "not enough memory for a replay")
         if verdict is None:
-            return None, _with(outcome.skip_reason, f"a replay{later} did not show it")
+            return None, _with(outcome.skip_reason, f"a replay{later} did not reproduce it")
         scale = _scale_change(outcome)
         why = f"not finite: {verdict.where}{scale and '; loss ' + scale}"
         return verdict, "" if outcome.applied else why
@@ -187,7 +187,7 @@ def _finding(step: int, verdict: Diagnosis, outcome: Outcome, *, later: str) -> 
         module=verdict.module,
         role=verdict.role,
         what=verdict.what,
-        why=verdict.sentence + (f"; so seen in a replay{later.rstrip(',')}" if later else ""),
+        why=verdict.sentence + (f"; as seen in a replay{later.rstrip(',')}" if later else ""),
         action="" if outcome.applied else skipped,
         advice=verdict.advice(loss_scale=outcome.loss_scale),
     )
@@ -198,7 +198,7 @@ def _joined(
 ) -> FindingRecord:
     """Tell once of an overflow to which no scale gives way: how it began, and what follows."""
     at_floor = logged.what == AT_FLOOR
-    floor = f"; the scale is {outcome.loss_scale:g} and may not go lower" if at_floor else ""
+    floor = f"; the scale is {outcome.loss_scale:g}, its minimum" if at_floor else ""
     return replace(
         finding,
         since=logged.since,
@@ -217,9 +217,9 @@ def _announced(step: int, faults: StepFaults) -> list[FindingRecord]:
             module=name,
             role=fault.role,
             what="fault injected",
-            why=f"a rehearsal: the recipe's faults ask for {fault}",
-            action="the step runs in eager mode; a run with faults has no CUDA graphs",
-            advice="leave out faults in a recipe for a run that counts",
+            why=f"fault injection: the recipe adds {fault}",
+            action="the step runs in eager mode; runs with faults do not use CUDA graphs",
+            advice="remove faults from the recipe for a real run",
         )
         for fault, name in faults.faults
     ]

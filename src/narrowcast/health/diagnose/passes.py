@@ -203,7 +203,7 @@ def _look_at_sums(prepared: Prepared, formats: Formats, count: int) -> Diagnosis
         amax=norms[largest],
         micro_batch=count,
         micro_batches=count,
-        evidence="each micro-batch was finite, and the norm of their sum is not",
+        evidence="each micro-batch was finite, but the norm of their sum is not",
     )
 
 
@@ -218,14 +218,14 @@ def _evidence(seen: Sequence[Seen], first: int) -> str:
         case "input":
             last = _last(before, roles=("output",))
             if last is None:
-                return "it came into the model like that"
+                return "it was already in the input"
             return f"made between {last.location.module or 'the model'} and it"
         case "output":
             return _operands(before, location.module)
         case "loss":
             return "every output before it was finite"
         case "grad_weight" if seen[first].summed:
-            return "what each use of this weight made was finite, and their sum is not"
+            return "each use of this weight gave a finite gradient, but their sum is not"
         case "grad_weight":
             amax = _largest(before, location.module, "grad_output")
             return "" if amax is None else f"from a grad_output of {written(amax)}"

@@ -105,8 +105,8 @@ class StepFaults:
         for hit in hits:
             if not hit.times:
                 raise ConfigError(
-                    f"faults: step {hit.planned.fault.step}: {hit.planned.name} has no floating-"
-                    f"point {hit.planned.fault.role} in its passes; choose another role or module"
+                    f"faults: step {hit.planned.fault.step}: {hit.planned.name} has no "
+                    f"floating-point {hit.planned.fault.role}. Choose another role or module."
                 )
 
 
@@ -227,12 +227,12 @@ def _one_module(model: nn.Module, fault: Fault) -> str:
     if len(matches) != 1:
         few = ", ".join(matches[:3])
         many = f"matches {len(matches)} modules ({few}, …)" if matches else "matches no module"
-        raise ConfigError(f"{where} {many}; write one name that `narrowcast plan` lists")
+        raise ConfigError(f"{where} {many}. Write one module name that `narrowcast plan` lists.")
     module = model.get_submodule(matches[0])
     trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
     if fault.role in ("weight", "grad_weight") and not trained:
         others = ", ".join(role for role in ROLES if not role.endswith("weight"))
-        raise ConfigError(f"{where} has no weight that is trained; choose role={others}")
+        raise ConfigError(f"{where} has no trained weight. Choose role={others}.")
     if fault.role == "input" and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        raise ConfigError(f"{where} takes whole numbers; choose role=output or role=weight")
+        raise ConfigError(f"{where} takes integers. Choose role=output or role=weight.")
     return matches[0]

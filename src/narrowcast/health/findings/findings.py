@@ -87,7 +87,7 @@ class Findings:
         message = spike(record.loss, self._losses)
         if message:
             names = self.wording()
-            advice = f"look at the data of this step, or try a lower {names.lr}, or {names.clip}"
+            advice = f"check the data of this step, or try a lower {names.lr} or {names.clip}"
             result.append(Trouble("spike", "", "loss", "loss spike", message, advice))
         if record.applied and math.isfinite(record.loss):
             self._losses.append(record.loss)
@@ -177,7 +177,7 @@ def _finding(trouble: Trouble, step: int) -> FindingRecord:
 def _finer(terms: Wording) -> str:
     """Say how fewer updates are lost, in the formats that are in force."""
     if _keeps_all_digits(terms):
-        return f"all digits of fp32 are kept already: try a higher {terms.lr}"
+        return f"all fp32 digits are stored already: try a higher {terms.lr}"
     return "try master=split (or kahan, stochastic) in the policy"
 
 

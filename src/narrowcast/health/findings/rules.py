@@ -109,7 +109,7 @@ def dead(seen: TensorHistory, terms: Wording) -> Iterator[Trouble]:
             seen.role,
             "dead layer",
             f"its {seen.role.replace('_', ' ')} is zero",
-            f"look at the activation before it, or try a lower {terms.lr}",
+            f"check the activation before it, or try a lower {terms.lr}",
         )
 
 
@@ -132,7 +132,7 @@ def drift(seen: TensorHistory, terms: Wording) -> Iterator[Trouble]:
             seen.role,
             "magnitudes grow",
             f"largest {seen.amax:.3g}, usually {usual:.3g}",
-            f"try a lower {terms.lr}, or {terms.clip}, or watch it",
+            f"try a lower {terms.lr} or {terms.clip}, or keep monitoring it",
         )
 
 
@@ -184,14 +184,15 @@ def _overflowing(seen: TensorHistory, share: float, terms: Wording) -> Trouble:
 def _not_finite(seen: TensorHistory, terms: Wording, *, arrived: bool) -> Trouble:
     """Tell of NaN or infinities that no wider format would have held."""
     if arrived:
-        advice = "look at the data: it came into the model like that"
+        advice = "check the data: the value was already in the input"
     elif seen.role in ("weight", "update"):
-        advice = f"go back to an earlier checkpoint, and try a lower {terms.lr}"
+        advice = f"restore an earlier checkpoint, and try a lower {terms.lr}"
     else:
         advice = (
-            f"look at the data, try a lower {terms.lr}, or ask narrowcast.explain what came first"
+            f"check the data, try a lower {terms.lr}, or call narrowcast.explain to see which "
+            "value became bad first"
         )
-    share = f"{percent(seen.nonfinite)} of the values are NaN or infinite"
+    share = f"{percent(seen.nonfinite)} of the values are NaN or inf"
     return Trouble("nonfinite", seen.module, seen.role, "not finite", share, advice)
 
 

@@ -22,8 +22,7 @@ def floor(scale: float, settings: LossScale, terms: Wording) -> Iterator[Trouble
             "",
             "loss scale",
             "loss scale at its floor",
-            f"overflows have brought it from {settings.init_scale:g} down to {scale:g}, and it may "
-            "not go lower",
+            f"overflows have lowered it from {settings.init_scale:g} to {scale:g}, its minimum",
             "try bf16 for the modules that the skipped steps name"
             f"{' (precision.overrides)' if terms.in_recipe else ''}, or a smaller "
             f"{terms.loss_scale('min_scale')}",
@@ -53,8 +52,8 @@ def low(
             "loss scale",
             "loss scale too low",
             f"{percent(_below(worst))} of {worst.module} {worst.role} lies below "
-            f"{FP16.smallest_normal:.2g}, where fp16 loses digits and then all; the scale is "
-            f"{scale:g}",
+            f"{FP16.smallest_normal:.2g}, where fp16 loses precision and then flushes to zero; "
+            f"the scale is {scale:g}",
             f"try {initial}{interval if settings.dynamic else ''}",
         )
 

@@ -133,8 +133,8 @@ class AdamKernel:
         coupled = not all(group.decoupled for group in groups)
         if self._captured and coupled != self._coupled:
             raise UnsupportedError(
-                "a group's weight decay was coupled or decoupled after a CUDA graph was captured, "
-                "which has the other kind in it; set decoupled_weight_decay before prepare()"
+                "decoupled_weight_decay of a group changed after the step was captured as a CUDA "
+                "graph. Set it before prepare()."
             )
         self._coupled = coupled
         self._hyper.write([number for group in groups for number in group.row()], replayed=False)

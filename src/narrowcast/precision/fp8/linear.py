@@ -307,9 +307,9 @@ class _Final(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         raise UnsupportedError(
-            "the gradient of an fp8 layer's weight was differentiated again, for which its input "
-            "would have to be kept in full; write bf16 for this layer (`name: bf16`), or "
-            "emulate=true"
+            "fp8 layers do not support second derivatives of the weight gradient, because their "
+            "inputs are not stored in full. Use bf16 for this layer (`name: bf16`), or "
+            "emulate=true."
         )
 
 

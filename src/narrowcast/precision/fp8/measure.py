@@ -40,8 +40,8 @@ def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
     """Return the seconds of every kind and shape of the table; takes some seconds on an H200."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         raise UnsupportedError(
-            f"only a GPU of compute capability 8.9 or more has fp8 products to measure, and "
-            f"{device} is none; leave --measure out"
+            f"Measuring fp8 needs a GPU of compute capability 8.9 or more, got {device}. Leave "
+            "--measure out."
         )
     shapes = list(itertools.product(TOKENS, WIDTHS, WIDTHS))
     seconds: dict[str, tuple[float, ...]] = {}
@@ -49,7 +49,7 @@ def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
     for kind in kinds:
         tell(f"linear layers: {_WORDS.get(kind, f'fp8, scaled by {kind}')}")
         seconds[kind] = tuple(_seconds(kind, *shape, device=device) for shape in shapes)
-    tell("linear layers: what they cost the host")
+    tell("linear layers: host time")
     host_seconds = _host_seconds([kind for kind in kinds if kind not in FROZEN], device=device)
     return Speeds(
         gpu=torch.cuda.get_device_name(device),
@@ -66,7 +66,7 @@ def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
 _WORDS = {
     "bf16": "bf16",
     "frozen-bf16": "a frozen weight in bf16",
-    "frozen-wide": "a frozen weight in e4m3, widened",
+    "frozen-wide": "a frozen weight in e4m3, multiplied in 16 bits",
     "frozen-row": "a frozen weight in e4m3, multiplied in fp8",
 }
 

@@ -116,9 +116,9 @@ class CausalLoss(Mixin):
         assert isinstance(head, nn.Linear)
         if not torch.compiler.is_compiling() and _is_another(hidden, _here.hidden):
             raise ConfigError(
-                f"{plain_class(self).__name__} does more with its logits than when it was "
-                "prepared, and its loss is taken without logits; change how it computes them "
-                "before prepare(), or leave `loss` out of fuse"
+                f"{plain_class(self).__name__} changes its logits in a way it did not when "
+                "prepared, but the fused loss never computes logits. Make that change before "
+                "prepare(), or leave `loss` out of fuse."
             )
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]

@@ -132,8 +132,8 @@ def check_first_derivative_only() -> None:
     # pass refuses by itself.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UnsupportedError(
-            "linear_cross_entropy in chunks has no second derivative, which create_graph=True asks "
-            "for; write F.cross_entropy(head(hidden).float(), targets)"
+            "linear_cross_entropy with chunk_rows has no second derivative, but create_graph=True "
+            "needs one. Write F.cross_entropy(head(hidden).float(), targets)."
         )
 
 

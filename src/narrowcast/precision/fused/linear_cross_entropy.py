@@ -37,17 +37,32 @@ def linear_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """Return the cross-entropy of `head(hidden)` against `targets`, in fp32.
+    """Return the cross-entropy of `head(hidden)` against `targets` in fp32, without storing logits.
 
-    On a GPU never more than a chunk of the logits is held, of `chunk_rows` rows if given;
-    elsewhere chunks are made only if asked for. Products have the formats that `head(hidden)` would
-    have at this place. A head with fp8 products is called for each chunk (compiled, for all rows);
-    one that is emulated or has hooks is called once, and its logits are held whole.
+    On a GPU at most one chunk of the logits is in memory. On a CPU chunks are used only if
+    `chunk_rows` is set. Products have the formats that `head(hidden)` would have. An emulated head,
+    or one with hooks, is called once with all rows.
 
-    `z_loss` adds so much of the squared logarithm of the sum of exponentials to each row's loss.
-    With `reduction="none"` the result has the shape of `targets`, and its backward pass makes the
-    logits again. A target that is no column and not `ignore_index` gives NaN where chunks are made,
-    an error elsewhere.
+    Args:
+        hidden: Hidden states, the input of the head.
+        head: The output layer.
+        targets: Class indices, int64, one per row of `hidden`.
+        ignore_index: Rows with this target do not count.
+        label_smoothing: Label smoothing, from 0 to 1.
+        z_loss: Weight of the squared log-sum-exp that is added to each row's loss.
+        reduction: "mean", "sum", or "none" for one loss per target. With "none" the backward pass
+            recomputes the logits.
+        chunk_rows: Rows per chunk. None: chosen automatically.
+
+    Returns:
+        The loss. A target outside the classes gives NaN with chunks and raises without.
+
+    Raises:
+        ConfigError: A shape, dtype or setting is invalid.
+        UnsupportedError: `chunk_rows` is set and Triton is not installed.
+
+    Example:
+        >>> loss = nc.linear_cross_entropy(model.body(tokens), model.lm_head, targets)
     """
     terms = LossTerms(ignore_index, label_smoothing, z_loss, reduction, chunk_rows)
     _check_arguments(hidden, head, targets, terms)
@@ -68,24 +83,28 @@ def linear_cross_entropy(
 def _check_arguments(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms) -> None:
     if hidden.shape[:-1] != targets.shape or targets.dtype != torch.int64:
         raise ConfigError(
-            f"targets are {targets.dtype} of shape {tuple(targets.shape)} for hidden states of "
-            f"shape {tuple(hidden.shape)}; give torch.int64 of shape {tuple(hidden.shape[:-1])}"
+            f"targets must be torch.int64 of shape {tuple(hidden.shape[:-1])}, got "
+            f"{targets.dtype} of shape {tuple(targets.shape)} for hidden states of shape "
+            f"{tuple(hidden.shape)}."
         )
     if hidden.shape[-1] != head.in_features:
         raise ConfigError(
-            f"hidden states of width {hidden.shape[-1]} were given to a head of width "
-            f"{head.in_features}; give the states that the head is made for"
+            f"hidden states must have the width of the head, {head.in_features}, got "
+            f"{hidden.shape[-1]}. Pass the output of the layer before the head."
         )
     if not 0.0 <= terms.label_smoothing <= 1.0:
-        raise ConfigError(f"label_smoothing={terms.label_smoothing}: write a number from 0 to 1")
+        raise ConfigError(f"label_smoothing must be between 0 and 1, got {terms.label_smoothing}.")
     if terms.reduction not in ("mean", "sum", "none"):
-        raise ConfigError(f'reduction={terms.reduction!r}: write "mean", "sum" or "none"')
+        raise ConfigError(f'reduction must be "mean", "sum" or "none", got {terms.reduction!r}.')
     if terms.chunk_rows is not None and terms.chunk_rows < 1:
-        raise ConfigError(f"chunk_rows={terms.chunk_rows}: write 1 or more, or leave it out")
+        raise ConfigError(
+            f"chunk_rows must be at least 1, got {terms.chunk_rows}. Leave it out to choose it "
+            "automatically."
+        )
     if terms.chunk_rows is not None and not _HAS_TRITON:
         raise UnsupportedError(
-            f"chunk_rows={terms.chunk_rows} needs Triton, which is not installed; install triton, "
-            "or leave chunk_rows out"
+            f"chunk_rows={terms.chunk_rows} needs Triton, which is not installed. Install triton, "
+            "or leave chunk_rows out."
         )
 
 

@@ -50,7 +50,7 @@ class LossScale:
         strikes = "an overflow" if self.hysteresis == 1 else f"{self.hysteresis} overflows in a row"
         return (
             f"{self.init_scale:g} at first, from {self.min_scale:g} to {self.max_scale:g}; times "
-            f"{self.growth_factor:g} after {self.growth_interval} calm steps, times "
+            f"{self.growth_factor:g} after {self.growth_interval} finite steps, times "
             f"{self.backoff_factor:g} after {strikes}"
         )
 
@@ -66,8 +66,8 @@ class LossScale:
             object.__setattr__(self, name, power_of_two_below(getattr(self, name)))
             if not SMALLEST_POWER <= getattr(self, name) <= LARGEST_POWER:
                 raise ConfigError(
-                    f"loss_scale.{name}={getattr(self, name):g}: fp32 must hold it and its "
-                    f"inverse; write a value from {SMALLEST_POWER:g} to {LARGEST_POWER:g}"
+                    f"loss_scale.{name} must be between {SMALLEST_POWER:g} and {LARGEST_POWER:g}, "
+                    f"so that fp32 holds it and its inverse, got {getattr(self, name):g}."
                 )
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ConfigError(
@@ -77,7 +77,8 @@ class LossScale:
             )
         if self.growth_interval < 1 or self.hysteresis < 1:
             raise ConfigError(
-                "loss_scale.growth_interval and hysteresis count steps; write 1 or more"
+                "loss_scale.growth_interval and hysteresis must be at least 1, got "
+                f"{self.growth_interval} and {self.hysteresis}."
             )
 
 
@@ -97,7 +98,7 @@ def _check_factor(
 def power_of_two_below(value: float) -> float:
     """Return the largest power of two that is at most `value`."""
     if not (value > 0 and math.isfinite(value)):
-        raise ConfigError(f"a loss scale of {value} is none; write a positive number")
+        raise ConfigError(f"A loss scale must be a positive number, got {value}.")
     return math.ldexp(1.0, math.frexp(value)[1] - 1)
 
 

@@ -42,8 +42,8 @@ class Scales:
         self.per_loss = isinstance(settings, Mapping) and len(self._losses) > 1
         if parts and (self.per_loss or not self._losses):
             raise ConfigError(
-                "parts of the model have a loss scale of their own only under one loss scale; "
-                "write one loss scale, and a policy that uses it (fp16)"
+                "scale_groups needs a single loss scale, because parts of the model add their own "
+                "scale to it. Write one loss scale and a policy that uses it (fp16)."
             )
         self.parts = {glob: RunningScale(self._part_settings(), device) for glob in parts}
         # 0 stands for the parameters outside all parts.
@@ -57,7 +57,8 @@ class Scales:
             return None
         if name not in self._losses:
             raise ConfigError(
-                f"no loss scale is named {name!r}; prepare was given {', '.join(self._losses)}"
+                f"There is no loss scale for {name!r}; prepare() got scales for "
+                f"{', '.join(self._losses)}. Use one of these names."
             )
         return self._losses[name]
 

@@ -23,8 +23,8 @@ class GradientNorms:
         meshes = {w.device_mesh for w in map(as_sharded, weights) if w is not None}
         if len(meshes) > 1:
             raise UnsupportedError(
-                "the weights lie on several device meshes, whose norms are not joined; "
-                "shard them all over one"
+                "Sharded weights must be on one device mesh, got several. Shard them all over the "
+                "same mesh."
             )
         self._mesh = meshes.pop() if meshes else None
         self._kernel = _kernel_on(local_part(weights[0]).device) if kernel else None
@@ -60,7 +60,7 @@ class GradientNorms:
             placed = [None if g is None else g.placements[dim] for g in shards]
             if any(one is not None and one.is_partial() for one in placed):
                 raise UnsupportedError(
-                    "a gradient is a sum that is not summed yet (Partial); reduce it before step()"
+                    "A gradient is still a partial sum (Partial). Reduce it before step()."
                 )
             sharded = torch.tensor([one is not None and one.is_shard() for one in placed])
             squares = norms.square()

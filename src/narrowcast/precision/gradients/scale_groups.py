@@ -27,12 +27,15 @@ def find_parts(model: nn.Module, globs: Sequence[str]) -> dict[str, list[nn.Modu
     for glob in globs:
         matches = [m for name, m in model.named_modules() if fnmatchcase(name, glob)]
         if not matches:
-            raise ConfigError(f"loss_scale.scale_groups: {glob!r} matches no module")
+            raise ConfigError(
+                f"loss_scale.scale_groups: {glob!r} matches no module. Print the plan to see the "
+                "module names."
+            )
         for module in matches:
             if inside & set(module.modules()):
                 raise ConfigError(
-                    f"loss_scale.scale_groups: {glob!r} names a module that is in a group "
-                    "already, or holds one that is; write globs of which no module is part of two"
+                    f"loss_scale.scale_groups: {glob!r} overlaps with another group. Write globs "
+                    "that share no module."
                 )
             inside |= set(module.modules())
         parts[glob] = matches
@@ -55,7 +58,7 @@ def _check_shared_weights(model: nn.Module, inside: set[nn.Module]) -> None:
         shared = module not in inside and within & set(module.parameters(recurse=False))
         if shared:
             raise ConfigError(
-                f"loss_scale.scale_groups: {name} shares a weight with a group it is not in, and "
-                "its gradients would have two scales; write globs that name all its modules, or "
-                "none"
+                f"loss_scale.scale_groups: {name} shares a weight with a module outside its "
+                "group, so its gradients would have two scales. Write globs that match all "
+                "modules with this weight, or none."
             )

@@ -21,7 +21,7 @@ def settings_from(requested: RequestedScale | None) -> Settings | None:
     """Return the settings that somebody has written in one of these ways; refuse any other."""
     if isinstance(requested, Mapping):
         if not requested:
-            raise ConfigError("loss_scale={} names no loss; write one scale, or one for each loss")
+            raise ConfigError("loss_scale names no loss, got {}. Write one scale, or one per loss.")
         return {name: _scale_from(value) for name, value in requested.items()}
     return None if requested is None else _scale_from(requested)
 
@@ -31,11 +31,11 @@ def _scale_from(request: object) -> LossScale:
         return request
     if isinstance(request, int | float) and not isinstance(request, bool):
         return LossScale(init_scale=request)
-    instead = "write a LossScale, the number to begin with, or leave it out"
+    instead = "Write a LossScale or the initial scale, or leave it out"
     if isinstance(request, torch.amp.GradScaler):
         instead = (
-            "prepare() scales by itself: leave the scaler and its scale(), unscale_(), step() and "
-            "update() out"
+            "prepare() scales the loss itself, so remove the scaler and its scale(), unscale_(), "
+            "step() and update() calls"
         )
         if request.is_enabled():
             instead += (
@@ -43,8 +43,10 @@ def _scale_from(request: object) -> LossScale:
                 f"growth_interval={request.get_growth_interval()}), or nothing for the default"
             )
         else:
-            instead += "; a scale of another beginning is written loss_scale=1024.0"
-    raise ConfigError(f"loss_scale={type(request).__name__}: that is no loss scale; {instead}")
+            instead += "; for another initial scale write loss_scale=1024.0"
+    raise ConfigError(
+        f"loss_scale must be a LossScale or a number, got {type(request).__name__}. {instead}."
+    )
 
 
 @final
@@ -95,7 +97,7 @@ class ScaleRequest:
 def _lossless(scales: Scales, policy: Policy) -> Scales:
     if scales.per_loss and policy.grads_format == "fp16":
         raise ConfigError(
-            "several loss scales are divided out before the gradients are added, and fp16 "
-            "gradients would vanish there; write grads=fp32 in the policy"
+            "Several loss scales are removed before gradients are added, where fp16 gradients "
+            "become zero. Write grads=fp32 in the policy."
         )
     return scales

@@ -92,9 +92,9 @@ def _recomputed(
     captured = device is not None and is_capturing(device)
     if captured and block.nc_draws:
         raise UnsupportedError(
-            "cuda_graph=true: blocks that draw random numbers (dropout) cannot draw the same ones "
-            "again inside a CUDA graph; write cuda_graph=false, a dropout of 0, or "
-            "memory.activation_checkpointing=none"
+            "cuda_graph=true does not work with recomputed blocks that use random numbers "
+            "(dropout), because a CUDA graph cannot reproduce them. Write cuda_graph=false, a "
+            "dropout of 0, or memory.activation_checkpointing=none."
         )
     drawn = None if device is None or captured else _drawn(device)
     # A second pass ends where all that is needed is there, by an exception: a compiled block would

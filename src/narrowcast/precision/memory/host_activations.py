@@ -188,9 +188,10 @@ class OffloadedStorages:
     def _check_overwritten(self, location: int) -> None:
         if location in self._torn:
             raise UnsupportedError(
-                "memory.offload=[activations]: what a backward pass needs was modified by an "
-                "inplace operation while it was copied to the host; write that operation out of "
-                "place (torch refuses it too, with nothing offloaded), or leave the offload out"
+                "memory.offload=[activations]: a tensor that the backward pass needs was modified "
+                "by an inplace operation while it was copied to the host. Use an out-of-place "
+                "operation (torch needs that without offload too), or leave activations out of "
+                "memory.offload."
             )
 
     def _keep_arriving(self) -> None:

@@ -29,10 +29,9 @@ def check_shared_memory(model: nn.Module, trained: Set[nn.Parameter], plan: Plan
         if stored is not None:
             stay = " and ".join(f"`{_owner(name) or '*'}: params=fp32`" for name in (one, other))
             raise UnsupportedError(
-                f"{other} lies in the memory of {one}, and params={stored} gives each memory of "
-                "its "
-                "own, so that they would be tied no more; let both modules have one Parameter, "
-                f"multiply by a view of it in forward(), or write {stay} in the policy"
+                f"{other} shares memory with {one}, but params={stored} stores them separately, "
+                "which would untie them. Use one Parameter in both modules, multiply by a view of "
+                f"it in forward(), or write {stay} in the policy."
             )
 
 

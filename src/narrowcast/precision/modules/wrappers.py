@@ -204,9 +204,9 @@ class OwnLossScale(Mixin):
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         if trained and not result:
             raise UnsupportedError(
-                f"a {type(self).__name__} with a loss scale of its own returned a "
-                f"{type(output).__name__} in which no tensor with gradients was found; let it "
-                "return a tensor, or a tuple, list or dict of tensors"
+                f"A {type(self).__name__} in scale_groups must return tensors that require grad, "
+                f"got {type(output).__name__}. Return a tensor, or a tuple, list or dict of "
+                "tensors."
             )
         return scaled
 

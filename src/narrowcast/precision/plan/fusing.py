@@ -38,7 +38,7 @@ Fuse = str | Sequence[str]
 """What is asked for: `auto`, `none`, or names of pieces."""
 
 AUTO, NONE = "auto", "none"
-_EMULATED = "products are emulated, each as it would be alone"
+_EMULATED = "products are emulated one by one"
 Known = Callable[[nn.Module, Mapping[str, str]], Iterable[tuple[str, str]]]
 
 
@@ -73,15 +73,15 @@ PIECES: Mapping[str, Known] = {
 """What finds the modules of a piece in a model, of which some are left: names, and why not."""
 
 _MADE = {
-    "loss": "taken from hidden states; no logits in training",
-    "gelu": "one operation of torch in the place of several",
+    "loss": "computed from hidden states; no logits in training",
+    "gelu": "one torch operation in place of several",
     "layer_norm": "one pass over memory",
-    "mask": "none is made in training where none is given, under a compiler too",
+    "mask": "no mask is built in training if none is passed, also when compiled",
     "rms_norm": "one pass over memory",
-    "rotary": "queries and keys turned in one pass",
+    "rotary": "queries and keys rotated in one pass",
     "swiglu": "the gate's activation times the value in one pass",
 }
-_COMPILED = ", where no compiler does it"
+_COMPILED = ", except in compiled code"
 _OF_WHOLE_MODELS = ("loss", "mask")
 """Pieces that no compiler knows of, and that need no kernel of ours on a CPU."""
 _OF_TORCH = (nn.LayerNorm, nn.RMSNorm)
@@ -137,8 +137,8 @@ def requested_pieces(fuse: Fuse) -> tuple[str, ...] | None:
         if each not in PIECES:
             known = ", ".join(PIECES)
             raise ConfigError(
-                f"fuse={each!r}: there is no such piece{suggestion(each, list(PIECES))}; write "
-                f"auto, none, or some of {known}"
+                f"fuse must be auto, none, or some of {known}, got "
+                f"{each!r}{suggestion(each, list(PIECES))}."
             )
     return tuple(dict.fromkeys(named))
 
@@ -171,9 +171,9 @@ def fused_pieces(
             for (fused, reason), names in by_reason.items()
         ]
         if named is not None and not any(each.fused for each in of_piece):
-            reason = of_piece[0].reason if of_piece else "no module of this model is known for it"
+            reason = of_piece[0].reason if of_piece else "this model has no matching module"
             raise UnsupportedError(
-                f"fuse names {piece}, but {reason}; leave {piece} out, or write fuse=auto"
+                f"fuse={piece} cannot be used: {reason}. Leave {piece} out, or write fuse=auto."
             )
         matches += of_piece
     return tuple(matches)
@@ -193,9 +193,9 @@ def _why_nowhere(piece: str, policy: Policy, hardware: Hardware, *, named: bool)
     if policy.reduce != "fp32":
         return f"sums are rounded to {policy.reduce}"
     if missing and piece in _OF_WHOLE_MODELS and device.type == "cpu":
-        return "" if named else "a CPU has it only where fuse names it"
+        return "" if named else "on CPU only if fuse names it"
     if missing and piece != "gelu":  # which is an operation of torch
         return missing
     if not named and policy.functional not in ("bf16", "fp16"):
-        return f"products are {policy.functional}; name the piece to have it"
+        return f"products are {policy.functional}; name the piece in fuse to use it"
     return ""

@@ -76,15 +76,16 @@ def measured_gain(layer: nn.Linear, policy: Policy, measured: Measured, *, reque
             kind, tokens=rows, inputs=inputs, outputs=outputs, execution=measured.execution
         )
     if gain is None:
-        return Gain(policy=policy, why="its speed is not measured here")
+        return Gain(policy=policy, why="speed not measured here")
     if gain <= MIN_SPEEDUP and measured.skip_slow_fp8:
-        why = f"kept {wide}: {named} gains nothing ({gain:.2f} ×)"
+        why = f"kept {wide}: fp8 gains nothing at {named} ({gain:.2f} ×)"
         return Gain(policy=in_one_format(policy, wide), why=why)
     if late and measured.skip_slow_fp8 and not request:
         why = (
-            f"kept {wide}: {measured.execution}, the host takes longer over {named} than fp8 saves"
+            f"kept {wide}: when {measured.execution}, fp8 at {named} costs the host more than it "
+            "saves"
         )
-        why = f"{why} (else {gain:.2f} ×)"
+        why = f"{why} (otherwise {gain:.2f} ×)"
         return Gain(policy=in_one_format(policy, wide), why=why, spares_host=True)
     return Gain(policy=policy, why=f"{gain:.2f} × {wide} at {named}")
 
@@ -94,7 +95,7 @@ def execution_lines(running: Execution, *, spared: int, weighed: bool) -> Sequen
     if not spared and not weighed:
         return []
     if running == "graphed":
-        return [("execution", "graphed: what fp8 costs the host is not counted")]
+        return [("execution", "graphed: the host cost of fp8 is not counted")]
     stored = f"{spared} layer{'s are' if spared > 1 else ' is'}" if spared else "no layer is"
-    message = f"{running}: {stored} kept wider for what fp8 costs the host"
-    return [("execution", f"{message}; graphed, none would be" if spared else message)]
+    message = f"{running}: {stored} kept wider because of the host cost of fp8"
+    return [("execution", f"{message}; none if graphed" if spared else message)]

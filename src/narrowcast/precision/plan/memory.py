@@ -6,7 +6,7 @@ says its blocks by globs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -24,54 +24,57 @@ Offload = Literal["optimizer", "activations"]
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What a run gives up time for, to need less memory on the device."""
+    """What to recompute or offload to save device memory, at the cost of time.
+
+    Example:
+        >>> nc.prepare(model, optimizer, memory=nc.Memory(activation_checkpointing="blocks"))
+    """
 
     activation_checkpointing: Checkpoint = "none"
-    """What a backward pass computes again: nothing, whole blocks, or all but products in them."""
+    """`blocks` recomputes whole blocks in the backward pass. `selective` stores matmul and
+    attention outputs and recomputes the rest."""
     offload: Sequence[Offload] = ()
-    """What is kept in the host's memory: moments of the optimizer, what blocks keep for it."""
+    """What to store in host memory: `optimizer` (moments), `activations` (of blocks)."""
     blocks: Sequence[str] = ()
-    """Globs of the modules that are blocks; none: found by structure."""
+    """Globs of the modules that are blocks. Empty: detected."""
 
     def __post_init__(self) -> None:
         if self.activation_checkpointing not in get_args(Checkpoint):
             close = suggestion(str(self.activation_checkpointing), get_args(Checkpoint))
             raise ConfigError(
-                f"memory.activation_checkpointing={self.activation_checkpointing!r}: there is no "
-                f"such{close}; write none, "
-                "blocks or selective"
+                "memory.activation_checkpointing must be none, blocks or selective, got "
+                f"{self.activation_checkpointing!r}{close}."
             )
         for name in ("offload", "blocks"):
             if isinstance(inputs := getattr(self, name), str):
-                raise ConfigError(f"memory.{name}={inputs!r} is a text; write a list: [{inputs!r}]")
+                raise ConfigError(
+                    f"memory.{name} must be a list, got {inputs!r}. Write [{inputs!r}]."
+                )
             object.__setattr__(self, name, tuple(dict.fromkeys(inputs)))
         for each in self.offload:
             if each not in get_args(Offload):
                 raise ConfigError(
-                    f"memory.offload names {each!r}{suggestion(str(each), get_args(Offload))}; "
-                    "write some of optimizer, activations"
+                    "memory.offload must be some of optimizer, activations, got "
+                    f"{each!r}{suggestion(str(each), get_args(Offload))}."
                 )
         if self.blocks and not self.by_block:
             raise ConfigError(
-                "memory.blocks says what blocks are, and nothing is done by block; write "
-                "memory.activation_checkpointing=blocks too, or leave memory.blocks out"
+                "memory.blocks has no effect without activation checkpointing or activation "
+                "offload. Write memory.activation_checkpointing=blocks too, or leave "
+                "memory.blocks out."
             )
 
     @property
     def by_block(self) -> bool:
-        """Whether any of it is done block by block."""
+        """Whether anything is done per block."""
         return self.activation_checkpointing != "none" or "activations" in self.offload
-
-
-AS_IT_IS = Memory()
-"""Nothing is saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What is done to save memory, and to which blocks."""
+    """What is recomputed and offloaded, and for which blocks."""
 
-    requested: Memory = AS_IT_IS
+    requested: Memory = field(default_factory=Memory)
     blocks: tuple[str, ...] = ()
     """Names of the blocks, in the model's order; none where nothing is done by block."""
     on_host: int = 0
@@ -102,16 +105,16 @@ class MemoryPlan:
         shown = []
         if self.requested.activation_checkpointing != "none":
             what = {
-                "blocks": "computed again in the backward pass, whole: only their inputs are kept",
-                "selective": "computed again in the backward pass, but for products and attention",
+                "blocks": "recomputed in the backward pass; only their inputs are stored",
+                "selective": "recomputed in the backward pass, except products and attention",
             }[self.requested.activation_checkpointing]
             shown.append(("blocks", f"{self._names}: {what}"))
         if self.offloads_activations:
-            text = "what their backward pass needs waits for it in pinned host memory"
+            text = "their saved activations wait in pinned host memory"
             shown.append(("blocks", f"{self._names}: {text}"))
         if self.offloads_optimizer:
             mib = self.on_host / 2**20
-            text = f"moments, {mib:.1f} MiB, lie in pinned host memory, and a few on the device"
+            text = f"moments, {mib:.1f} MiB, in pinned host memory, with a few on the device"
             shown.append(("offload", text))
         return shown
 
@@ -128,8 +131,8 @@ def plan_memory(
     """Decide what saves memory of a model, or say why that cannot be. `sizes` are by role."""
     if memory.offload and not hardware.device.startswith("cuda"):
         raise UnsupportedError(
-            f"memory.offload={list(memory.offload)} moves what lies on a GPU to the host's memory, "
-            f"and on {hardware.device} it lies there; leave memory.offload out"
+            f"memory.offload={list(memory.offload)} needs a GPU, got {hardware.device}, whose "
+            "memory is the host's. Leave memory.offload out."
         )
     names = block_names(model, memory.blocks) if memory.by_block else ()
     if memory.activation_checkpointing != "none":
@@ -154,9 +157,9 @@ def block_names(model: nn.Module, globs: Sequence[str] = ()) -> tuple[str, ...]:
     )
     if not result:
         raise ConfigError(
-            "memory: the model has no list of several modules of one class that could be its "
-            'blocks; say which modules are, e.g. memory.blocks=["encoder", "layers.*"], or leave '
-            "memory out"
+            "memory: no blocks were detected, because the model has no list of several modules of "
+            'one class. Name them, for example memory.blocks=["encoder", "layers.*"], or leave '
+            "memory out."
         )
     return result
 
@@ -187,8 +190,8 @@ def _matching(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
     for glob in globs:
         if not any(matches(name, glob) for name in names):
             raise ConfigError(
-                f"memory.blocks names {glob!r}, which matches no module{suggestion(glob, names)}; "
-                "the plan without it lists the modules"
+                f"memory.blocks: {glob!r} matches no module{suggestion(glob, names)}. Print the "
+                "plan without it to see the module names."
             )
     matched: list[str] = []
     for name, module in model.named_modules():
@@ -196,8 +199,8 @@ def _matching(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
         if name and not inside and any(matches(name, glob) for glob in globs):
             if not _is_called(module):
                 raise ConfigError(
-                    f"memory.blocks names {name}, a {plain_class(module).__name__}, which is never "
-                    f'called itself; name what is in it, e.g. "{name}.*"'
+                    f"memory.blocks: {name} is a {plain_class(module).__name__}, which is never "
+                    f'called itself. Name the modules in it, for example "{name}.*".'
                 )
             matched.append(name)
     return tuple(matched)
@@ -211,10 +214,10 @@ def _check_own_checkpointing(model: nn.Module) -> None:
     """Refuse to compute again what a model of transformers computes again by itself."""
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ConfigError(
-            "memory.activation_checkpointing: the model's own gradient checkpointing is on, and "
-            "blocks would be "
-            "computed three times; call model.gradient_checkpointing_disable() (in a recipe leave "
-            "model.gradient_checkpointing out), or leave memory.activation_checkpointing out"
+            "memory.activation_checkpointing: the model's own gradient checkpointing is on too, "
+            "so blocks would be computed three times. Call model.gradient_checkpointing_disable() "
+            "(in a recipe leave model.gradient_checkpointing out), or leave "
+            "memory.activation_checkpointing out."
         )
 
 
@@ -224,8 +227,7 @@ def _check_in_place_writes(model: nn.Module, names: Sequence[str]) -> None:
         for name, module in model.get_submodule(block).named_modules():
             if getattr(module, "inplace", False) is True:
                 raise UnsupportedError(
-                    "memory.activation_checkpointing=selective keeps the results of products, "
-                    f"and {block}.{name}"
-                    " writes over what it is given; build it with inplace=False, or write "
-                    "memory.activation_checkpointing=blocks"
+                    "memory.activation_checkpointing=selective stores product outputs, but "
+                    f"{block}.{name} overwrites its input. Build it with inplace=False, or write "
+                    "memory.activation_checkpointing=blocks."
                 )

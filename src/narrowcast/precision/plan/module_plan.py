@@ -29,7 +29,7 @@ from narrowcast.precision.swap import has_own_forward, plain_class
 How = Literal["native", "emulated", "unchanged"]
 
 BLOCKS_AT = (9, 0)
-_NO_BLOCKS = "only compute capability 9.0 has products with a scale for each block of 128"
+_NO_BLOCKS = "only compute capability 9.0 has products with one scale per block of 128"
 
 # cuBLAS takes fp8 operands only where both matrix dimensions are multiples of 16.
 FP8_MULTIPLE = 16
@@ -109,14 +109,14 @@ class ModulePlanner:
             how: How = "unchanged"
             reason = f"kept {policy.reduce}: normalisation"
         elif isinstance(module, ParametrizationList):
-            how, reason = "unchanged", "kept fp32: a parametrisation computes a weight"
+            how, reason = "unchanged", "kept fp32: a parametrization computes a weight"
             policy = replace(
                 Policy(), scaling="none", reduce=policy.reduce, accumulator=policy.accumulator
             )
         elif kind == "embedding":
             whole = bool(fresh) and not any(p.requires_grad for p in fresh)
             saved = "" if whole else f"kept {policy.params}: "  # a frozen one stays as it came
-            how, reason = "unchanged", f"{saved}a lookup multiplies nothing"
+            how, reason = "unchanged", f"{saved}embedding lookup, no products"
         elif isinstance(module, QuantizedFrozenLayer):
             how, reason, policy = self._plan_quantized_frozen(policy, module)
         else:
@@ -133,7 +133,7 @@ class ModulePlanner:
         notes = ["exception"] if excepted else []
         if policy.params != "fp32" and may_be_complex(module, kind):
             policy = replace(policy, params="fp32", grads="", master="none", moments="")
-            notes.append("params kept fp32: pairs may be complex numbers, of which bf16 has none")
+            notes.append("params kept fp32: pairs may be complex numbers, which bf16 does not have")
         if not isinstance(module, QuantizedFrozenLayer):
             frozen, policy = _with_frozen(policy, module, kind)
             notes += [frozen] if frozen else []
@@ -158,15 +158,16 @@ class ModulePlanner:
         """Return how products of a format will run, or refuse them."""
         result = self._hardware.support(format_name)
         if self._emulate and format_name != "fp32":
-            return Support(how="emulated", reason="asked for by emulate=true")
+            return Support(how="emulated", reason="requested by emulate=true")
         if result.how == "impossible":
             raise UnsupportedError(
-                f"{format_name} products were asked for, but {result.reason}; write the policy fp32"
+                f"{format_name} products cannot run here: {result.reason}. Use the fp32 policy."
             )
         if result.how == "emulated" and self._emulate is False:
             raise UnsupportedError(
-                f"{format_name} products were asked for without emulation, but {result.reason}; "
-                "leave out emulate=false to have them emulated, or write the policy fp32"
+                f"{format_name} products need emulation here, but emulate=false was set: "
+                f"{result.reason}. Leave out emulate=false to emulate them, or use the fp32 "
+                "policy."
             )
         return result
 
@@ -197,8 +198,8 @@ class ModulePlanner:
                 policy = in_one_format(policy, policy.functional)
                 how, why = self._product_support(policy)
                 _, speed = relative_speed(module, policy, speeds, rows=rows)
-        done = "" if policy.forward in FP8_FORMATS else f", widened to {policy.forward} to multiply"
-        stored = f"kept in e4m3 with row scales{done}"
+        done = "" if policy.forward in FP8_FORMATS else f", cast to {policy.forward} for products"
+        stored = f"stored in e4m3 with row scales{done}"
         return how, "; ".join(filter(None, [why, stored, narrow, speed])), policy
 
     def _product_support(self, policy: Policy) -> tuple[How, str]:
@@ -212,15 +213,15 @@ class ModulePlanner:
         if not is_uniform(policy) and not _is_fp8_product(policy):
             if self._emulate is False:
                 raise UnsupportedError(
-                    f"no native product mixes {policy}; write one format for all three products, "
-                    "or leave out emulate=false to have them emulated"
+                    f"Native products need one format for all three, got {policy}. Write one "
+                    "format, or leave out emulate=false to emulate them."
                 )
             return "emulated", "emulated: no native product mixes these formats"
         if policy.scaling == "block" and self._hardware.capability != BLOCKS_AT:
             if self._emulate is False:
                 raise UnsupportedError(
-                    f"scaling=block was asked for without emulation, but {_NO_BLOCKS}; "
-                    "write scaling=tensor"
+                    "scaling=block needs emulation here, but emulate=false was set: "
+                    f"{_NO_BLOCKS}. Write scaling=tensor."
                 )
             return "emulated", f"emulated: {_NO_BLOCKS}"
         return "native", f"native: {supports[0].reason}"
@@ -235,8 +236,8 @@ def _with_frozen(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, Po
     wide = all(p.dtype == plain_format("fp32").dtype for p in frozen)
     if wide and (len(frozen) == len(own) or needs_one_dtype(kind)):
         policy = replace(policy, params="fp32", grads="", master="none", moments="")
-    note = "frozen: kept as it is"
-    return note if len(frozen) == len(own) else f"in part {note}", policy
+    note = "frozen: dtype unchanged"
+    return note if len(frozen) == len(own) else f"partly {note}", policy
 
 
 def widens(policy: Policy) -> bool:
@@ -271,10 +272,13 @@ def _within_shape(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, P
         return "", policy
     one, wide = policy.functional, in_one_format(policy, policy.functional)
     if not isinstance(module, nn.Linear):
-        return f"kept {one}: only linear layers have 8-bit products or a format for each", wide
+        return (
+            f"kept {one}: only linear layers support 8-bit products or one format per product",
+            wide,
+        )
     plain = plain_class(module)  # a prepared model is planned as the one it was
     if plain.forward is not nn.Linear.forward or has_own_forward(module):
-        return f"kept {one}: {plain.__name__} has a forward of its own", wide
+        return f"kept {one}: {plain.__name__} overrides forward", wide
     formats = [FORMATS[getattr(policy, role)] for role in PRODUCTS]
     blocks = [known.block for known in formats if isinstance(known, BlockFormat)]
     own = [FP8_BLOCK] if policy.scaling == "block" else []

@@ -96,8 +96,8 @@ def bytes_a_number(policy: str) -> float:
 def _check_phase(phase: str) -> None:
     if phase not in PHASES:
         raise ConfigError(
-            f"no phase is named {phase!r}{suggestion(phase, PHASES)}; "
-            f"the phases are {', '.join(PHASES)}"
+            f"There is no phase {phase!r}{suggestion(phase, PHASES)}. The phases are "
+            f"{', '.join(PHASES)}."
         )
 
 
@@ -105,7 +105,7 @@ def _check_distribution(distribution: Mapping[Phase, float]) -> None:
     for phase, share in distribution.items():
         _check_phase(phase)
         if not 0 <= share <= 1:
-            raise ConfigError(f"{phase} has {share:g} of the steps; write a share from 0 to 1")
+            raise ConfigError(f"The share of phase {phase} must be between 0 and 1, got {share:g}.")
     whole = math.fsum(distribution.values())
     if not math.isclose(whole, 1, abs_tol=1e-6):
-        raise ConfigError(f"the shares of the phases come to {whole:g}; write shares that make 1")
+        raise ConfigError(f"The shares of the phases must add up to 1, got {whole:g}.")

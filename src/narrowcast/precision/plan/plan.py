@@ -12,10 +12,10 @@ from torch import nn
 
 from narrowcast.errors import ConfigError
 from narrowcast.hardware import Hardware, Support, detect_hardware
-from narrowcast.precision.plan.fusing import AUTO, Fuse, FusedPiece, fused_pieces, piece_lines
+from narrowcast.precision.plan.fusing import Fuse, FusedPiece, fused_pieces, piece_lines
 from narrowcast.precision.plan.gains import Execution, Measured, detect_execution
 from narrowcast.precision.plan.gains import execution_lines as running_lines
-from narrowcast.precision.plan.memory import AS_IT_IS, Memory, MemoryPlan, plan_memory
+from narrowcast.precision.plan.memory import Memory, MemoryPlan, plan_memory
 from narrowcast.precision.plan.module_kinds import module_kind
 from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
 from narrowcast.precision.plan.policy import ITSELF, Policy, matches, suggestion
@@ -30,36 +30,36 @@ ASSUMED_ROWS = 8192
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """What a whole model gets; carried out by `prepare`."""
+    """Formats of every module of a model, made by `plan` and carried out by `prepare`."""
 
     policy: Policy
-    """As asked for, exceptions included."""
+    """The requested policy, exceptions included."""
     hardware: Hardware
-    """What it was made for."""
+    """The device it was made for."""
     modules: tuple[ModulePlan, ...]
-    """Those that hold weights, multiply, or are an exception, in the model's order."""
+    """Modules with weights, products or an exception, in the order of the model."""
     functional: Support
-    """How products run that no module makes."""
+    """How products outside modules run."""
     emulate: bool | None = None
-    """What was asked: emulate where needed, everywhere, nowhere."""
+    """The requested emulation: None where needed, True everywhere, False nowhere."""
     bytes: Mapping[str, int] = field(default_factory=dict)
-    """What weights, gradients, master weights and moments will take on the device, by role."""
-    fuse: Fuse = AUTO
-    """What was asked to be computed as one."""
+    """Device memory of weights, gradients, master weights and moments, by role."""
+    fuse: Fuse = "auto"
+    """The requested fused pieces."""
     fused: tuple[FusedPiece, ...] = ()
-    """What is, and what is left as it is though it could be, each with the reason."""
+    """Pieces that are fused, and those that are not, each with the reason."""
     memory: MemoryPlan = field(default_factory=MemoryPlan)
-    """What is computed again, and what waits in the host's memory, to need less on the device."""
+    """What is recomputed or offloaded to save device memory."""
     execution: Execution = "eager"
-    """How the model's passes were taken to be run."""
+    """How the model is expected to run."""
 
     @property
     def emulated(self) -> bool:
-        """True where functional products are emulated, or their 16-bit weights widened first."""
+        """Whether products outside modules are emulated, or their 16-bit weights are cast first."""
         return self.functional.how == "emulated" or widens(self.policy)
 
     def __repr__(self) -> str:
-        """Write the plan as a table: a line for each module, then what they come to."""
+        """Return the plan as a table with one line per group of similar modules."""
         return as_text(self._table)
 
     __str__ = __repr__
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def spares_host(self) -> int:
-        """How many modules are kept wider only for what fp8 would cost the host in eager mode."""
+        """Number of modules kept wider only because of the host cost of fp8."""
         return sum(each.spares_host for each in self.modules)
 
     def module(self, name: str) -> ModulePlan:
@@ -87,7 +87,7 @@ class Plan:
         return next(m for m in self.modules if m.name == name)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the plan as plain data for JSON."""
         return {
             "policy": str(self.policy),
             "hardware": f"{self.hardware.name} ({self.hardware.device})",
@@ -114,23 +114,34 @@ def make_plan(
     moments: int = 2,
     gemm_rows: int = ASSUMED_ROWS,
     skip_slow_fp8: bool = True,
-    fuse: Fuse = AUTO,
-    memory: Memory = AS_IT_IS,
+    fuse: Fuse = "auto",
+    memory: Memory | None = None,
     execution: Execution | None = None,
 ) -> Plan:
-    """Decide the formats of every module. Leaves the model as it is, prepared or not.
+    """Decide the number format of every module, without changing the model.
 
-    `hardware`: that of the device the model is on, or the best of this machine where it is on none.
-    `emulate`: None where the hardware needs it, True everywhere, False nowhere: then a policy that
-    would need it is refused. `moments` is how many the optimizer keeps of each weight. `gemm_rows`
-    is how many rows a linear layer multiplies at once; with `skip_slow_fp8` a layer that gains
-    nothing from fp8 at that number, as measured on this GPU, is kept in the wider format. `fuse`
-    says which pieces are computed as one, where a model is known to have them: `auto` in 16 bits on
-    a GPU, `none`, or names of pieces, which are done or refused. `memory` says what is computed
-    again or kept on the host, to need less memory on the device. `running` says how the model will
-    run: `eager`, where a layer that costs the host more time than fp8 saves the device is kept
-    wider too, unless an exception asks for it; `compiled`; or `captured` as a CUDA graph. Left out,
-    a model that is not compiled yet is taken to run as it is.
+    Args:
+        model: The model, prepared or not. It may be on the meta device.
+        policy: A preset name or policy text, a `Policy`, or a torch dtype.
+        hardware: The device to plan for. None: the device of the model, or the best one here.
+        overrides: Exceptions by module glob, for example `{"*.head": "bf16"}`.
+        emulate: None: emulate where the hardware needs it. True: everywhere. False: never; a
+            policy that needs emulation raises.
+        moments: Number of moments that the optimizer stores per weight.
+        gemm_rows: Number of rows that a linear layer multiplies at once.
+        skip_slow_fp8: Keep a layer in the wider format if fp8 measured no faster for it.
+        fuse: "auto" (fuse known pieces in 16 bits on a GPU), "none", or names of pieces. A named
+            piece that cannot be fused raises.
+        memory: What to recompute or offload to save device memory. None: nothing.
+        execution: "eager", "compiled" or "graphed". In eager mode a layer stays wider if fp8 costs
+            the host more time than it saves. None: detected from the model.
+
+    Returns:
+        The plan. Print it to see the format of every module and the reason.
+
+    Raises:
+        ConfigError: The policy is invalid, or an exception matches no module.
+        UnsupportedError: This hardware cannot run the policy as requested.
     """
     hardware, execution = hardware or _model_hardware(model), detect_execution(model, execution)
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
@@ -179,7 +190,7 @@ def make_plan(
         modules=modules,
         emulated=functional.how == "emulated" or widens(whole),
     )
-    saving = plan_memory(model, memory, hardware=hardware, sizes=totals)
+    saving = plan_memory(model, memory or Memory(), hardware=hardware, sizes=totals)
     if saving.on_host:
         totals["moments"] -= saving.on_host
     return Plan(

@@ -34,7 +34,11 @@ ITSELF = "."
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Policy:
-    """Formats by role. Fields left out of the text keep the defaults below."""
+    """Number formats by role. See `policy` for the text form.
+
+    Example:
+        >>> nc.Policy(forward="bf16", grad_input="bf16", grad_weight="bf16", params="bf16")
+    """
 
     forward: str = "fp32"
     """Format of the operands of output = input · weight."""
@@ -43,28 +47,27 @@ class Policy:
     grad_weight: str = "fp32"
     """Format of grad_output in grad_weight = grad_outputᵀ · input."""
     scaling: Scaling = "none"
-    """How the operands of fp8 products are scaled into range: one scale a tensor, a row, or a block
-    of 128 (of a weight 128 × 128), or one a tensor from the largest values of past steps."""
+    """How operands of fp8 products are scaled: one scale per tensor, per row, per block of 128
+    (128 × 128 for a weight), or one per tensor from the maxima of past steps (delayed)."""
     accumulator: str = "fp32"
-    """How products are summed: fp32, or `fast`: fp8 outputs the way tensor cores sum by themselves
+    """How products are summed: `fp32`, or `fast` for the native fp8 accumulation of tensor cores
     (14 bits on Hopper). Gradients are always summed in fp32."""
     output: str = ""
-    """Format a product returns; empty: the forward format, or bf16 where that is narrower."""
+    """Format of a product's output. Empty: the forward format, or bf16 if that is narrower."""
     params: str = "fp32"
-    """Format in which the working weights are kept."""
+    """Format in which the weights are stored."""
     grads: str = ""
-    """Format in which gradients of weights are kept and summed; empty: as `params`. Each comes as
-    its product returns it."""
+    """Format in which gradients of weights are stored and summed. Empty: same as `params`."""
     master: Master | Literal[""] = ""
-    """How the digits that `params` cannot hold are kept; empty: fp32 where there are any."""
+    """How the digits that `params` lacks are stored. Empty: fp32 if there are any."""
     moments: str = ""
-    """Format of the optimizer's moments; empty: fp32, or as `params` where there is no master.
-    bf16 and int8 are rounded by chance, and kept by the fused optimizer only."""
+    """Format of the optimizer's moments. Empty: fp32, or same as `params` without a master. bf16
+    and int8 use stochastic rounding and need the fused optimizer."""
     reduce: str = "fp32"
     """Format of normalisations, softmax, losses and reductions."""
     head: str = ""
-    """Format of the products of a model's output layer, a module named `head` or `lm_head`; empty:
-    as those of all others."""
+    """Format of the products of the output layer, a module named `head` or `lm_head`. Empty:
+    same as other layers."""
     exceptions: tuple[tuple[str, str], ...] = field(default=())
     """Pairs of a module glob and the roles it changes, in their text form; the last match wins."""
 
@@ -96,17 +99,17 @@ class Policy:
 
     @property
     def grads_format(self) -> str:
-        """The format gradients of weights are kept in."""
+        """The format in which gradients of weights are stored."""
         return self.grads or self.params
 
     @property
     def moments_format(self) -> str:
-        """The format the optimizer's moments are kept in."""
+        """The format in which the optimizer's moments are stored."""
         return self.moments or (self.params if self.master == "none" else "fp32")
 
     @property
     def needs_fused_optimizer(self) -> bool:
-        """True where torch's own optimizers would keep the moments in another format."""
+        """Whether the moments have a format that only the fused optimizer stores."""
         return self.moments not in ("", self.params if self.master == "none" else "fp32")
 
     @property
@@ -134,9 +137,10 @@ class Policy:
         )
 
     def for_module(self, name: str) -> "Policy":
-        """Return the policy in force for the module of this name, exceptions applied.
+        """Return the policy of one module, exceptions applied.
 
-        An exception that names a module holds for everything inside it, and wins over `head`.
+        An exception for a module also applies to everything inside it, and takes precedence over
+        `head`.
         """
         whole = replace(self, exceptions=(), head="")
         glob, text = self.exception_for(name)
@@ -147,7 +151,7 @@ class Policy:
         return whole
 
     def exception_for(self, name: str) -> tuple[str, str]:
-        """Return the exception that holds for the module of this name: the last; or nothing."""
+        """Return glob and text of the last exception that matches a module, or empty strings."""
         prefixes = _prefixes(name)
         for glob, text in reversed(self.exceptions):
             if name == glob or any(matches(prefix, glob) for prefix in prefixes):
@@ -155,7 +159,7 @@ class Policy:
         return "", ""
 
     def with_exceptions(self, more: Mapping[str, str]) -> "Policy":
-        """Return this policy with further exceptions, which win over those it has."""
+        """Return this policy with more exceptions, which take precedence."""
         stored = [(glob, text) for glob, text in self.exceptions if glob not in more]
         return replace(self, exceptions=(*stored, *more.items()))
 

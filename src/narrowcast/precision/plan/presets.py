@@ -53,7 +53,22 @@ AnyPolicy = str | Policy | torch.dtype
 
 
 def policy_from(text: AnyPolicy, hardware: Hardware | None = None) -> Policy:
-    """Return the policy a text or a dtype stands for; `auto` needs to know the hardware."""
+    """Return the `Policy` for a text or a dtype.
+
+    Args:
+        text: A preset name, roles such as `compute=bf16, params=fp32`, or a torch dtype. Add
+            exceptions after semicolons: `bf16; *.norm: fp32`.
+        hardware: The device for which `auto` chooses. None: `auto` means `default`.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ConfigError: The text is not a valid policy.
+
+    Example:
+        >>> nc.policy("bf16; head: fp32")
+    """
     if isinstance(text, Policy):
         return text
     if isinstance(text, torch.dtype):

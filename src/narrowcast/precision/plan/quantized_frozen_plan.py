@@ -67,7 +67,7 @@ def relative_speed(
     if speeds is not None:
         gain = speeds.gain(kind, tokens=rows, inputs=inputs, outputs=outputs, against="frozen-bf16")
     if gain is None:
-        return None, "its speed is not measured here"
+        return None, "speed not measured here"
     return gain, f"{gain:.2f} × a bf16 weight at {rows}×{inputs}×{outputs}"
 
 

@@ -60,15 +60,16 @@ TASKS: Mapping[str, TaskRow] = types.MappingProxyType(
         "genome_annotation": TaskRow(
             wants="fp8",
             activation_checkpointing="blocks",
-            reason="a label for every base of long sequences: products and activations are most "
-            "of a step",
+            reason="a label per base of long sequences: products and activations dominate the step",
         ),
         "variant_effect": TaskRow(
             wants="bf16",
             clip_norm=0.5,
             growth_interval=1000,
-            reason="the difference of two sequences that are nearly alike is small: no fp8, and "
-            "gradients are clipped early",
+            reason=(
+                "differences between two similar sequences are small: no fp8, and tight gradient "
+                "clipping"
+            ),
         ),
         "protein_function": TaskRow(
             wants="fp8",
@@ -76,7 +77,10 @@ TASKS: Mapping[str, TaskRow] = types.MappingProxyType(
             offload=("optimizer",),
             offload_from="large",
             fp8_above_bytes=32 * 2**30,
-            reason="many classes over sequences of middling length: memory before speed",
+            reason=(
+                "many classes over sequences of medium length: saving memory matters more than "
+                "speed"
+            ),
         ),
         "generation": TaskRow(
             wants="fp16",
@@ -84,38 +88,46 @@ TASKS: Mapping[str, TaskRow] = types.MappingProxyType(
             growth_interval=500,
             activation_checkpointing="blocks",
             offload=("optimizer",),
-            reason="logits need digits more than range; the scale is looked for often, and rare "
-            "large gradients are let through",
+            reason=(
+                "logits need precision more than range; the loss scale grows often, and rare "
+                "large gradients pass"
+            ),
         ),
         "domain_adaptation": TaskRow(
             wants="fp16",
             clip_norm=0.8,
             growth_interval=1500,
-            reason="gradients change as layers are unfrozen: a scale that grows slowly, and a "
-            "wider format where that is not enough",
+            reason=(
+                "gradients change as layers are unfrozen: the loss scale grows slowly, with a "
+                "wider format as fallback"
+            ),
         ),
         "pretrain": TaskRow(
             wants="fp8",
-            reason="large products are most of a step, and in fp8 a model learns as well, as "
-            "measured",
+            reason="large products dominate the step, and fp8 trains as well in our measurements",
         ),
-        "sft": TaskRow(wants="bf16", reason="short runs of small updates: no scale to settle"),
+        "sft": TaskRow(
+            wants="bf16", reason="short runs with small updates: no time for a loss scale to settle"
+        ),
         "lora": TaskRow(
             wants="bf16",
-            reason="adapters are narrow, and fp8 gains nothing on narrow layers; the frozen base "
-            "may be kept in e4m3 apart from this",
+            reason=(
+                "adapters are narrow, and fp8 gains nothing on narrow layers; the frozen base can "
+                "be stored in e4m3 separately"
+            ),
         ),
         "rl_fp16": TaskRow(
             wants="fp16",
-            reason="probabilities of sampler and trainer must agree: fp16 has three bits more "
-            "than bf16",
+            reason="sampler and trainer probabilities must agree: fp16 has 3 more bits than bf16",
         ),
-        "forecast": TaskRow(wants="bf16", reason="series are normalised, so range is no concern"),
+        "forecast": TaskRow(wants="bf16", reason="series are normalised, so range does not matter"),
         "decompose": TaskRow(
             wants="bf16",
             clip_norm=None,
-            reason="components and gates are clipped apart by who trains them; what is a small "
-            "difference of weights stays in fp32 in any policy",
+            reason=(
+                "components and gates are clipped separately; small differences of weights stay "
+                "in fp32 under every policy"
+            ),
         ),
     }
 )
@@ -123,26 +135,26 @@ TASKS: Mapping[str, TaskRow] = types.MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPrecision:
-    """What suits a task for a model of some size on some machine, and why."""
+    """Precision settings for a task, model size and device, with the reasons."""
 
     task: str
     size: Size
     hardware: str
-    """The class of the machine: cpu, < 8.0, 8.0, 8.9, ≥ 9.0, or mps."""
+    """Class of the device: cpu, < 8.0, 8.0, 8.9, ≥ 9.0, or mps."""
     policy: str
-    """The name of a preset."""
+    """Name of a preset."""
     overflows: int
-    """Overflows in a row after which the run goes over to a wider format; 0: never."""
+    """Overflows in a row before the run switches to a wider format; 0: never."""
     clip_norm: float | None
     growth_interval: int
     activation_checkpointing: Checkpoint
     offload: tuple[Offload, ...]
     row: str
-    """Why the task is trained so."""
+    """Why these settings suit the task."""
     reason: str
-    """Why in this format, here."""
+    """Why this format on this device."""
     left_out: tuple[str, ...] = ()
-    """What the task would have, and cannot or need not have here, with the reason."""
+    """Settings of the task that are not used here, with the reason."""
 
     @property
     def origin(self) -> str:
@@ -172,15 +184,26 @@ class TaskPrecision:
 
 
 def optimal_precision(task: str, model_size: Size | int, hardware: Hardware) -> TaskPrecision:
-    """Return the precision that suits a task, for a model of some size on some machine.
+    """Return the precision settings that suit a task, a model size and a device.
 
-    `model_size` is small, medium or large, or the number of parameters; `hardware` is what
-    `narrowcast.detect_hardware()` returns, or any other value of that kind.
+    Args:
+        task: Name of a task in `TASKS`.
+        model_size: "small", "medium", "large", or the number of parameters.
+        hardware: The device, from `detect_hardware()`.
+
+    Returns:
+        The settings and the reasons. Pass them to `apply_task`.
+
+    Raises:
+        ConfigError: The task or the size is unknown.
+
+    Example:
+        >>> nc.optimal_precision("lora", 7_000_000_000, nc.detect_hardware()).policy
     """
     if task not in TASKS:
         raise ConfigError(
-            f"no task is named {task!r:.60}{suggestion(str(task), TASKS)}; the tasks are "
-            f"{', '.join(TASKS)}"
+            f"There is no task {task!r:.60}{suggestion(str(task), TASKS)}. The tasks are "
+            f"{', '.join(TASKS)}."
         )
     row, size = TASKS[task], model_size_class(model_size)
     policy, reason = _format(row, size, hardware)
@@ -202,7 +225,15 @@ def optimal_precision(task: str, model_size: Size | int, hardware: Hardware) -> 
 
 
 def apply_task(recipe: LoadedRecipe, chosen: TaskPrecision) -> LoadedRecipe:
-    """Return a recipe with what suits a task where nobody has said anything else."""
+    """Return the recipe with a task's precision settings as defaults.
+
+    Args:
+        recipe: The recipe. Settings written in it stay.
+        chosen: The result of `optimal_precision`.
+
+    Returns:
+        The new recipe.
+    """
     return recipe.with_defaults(chosen.defaults_for(recipe), origin=chosen.origin)
 
 
@@ -211,8 +242,8 @@ def model_size_class(model_size: Size | int) -> Size:
     if isinstance(model_size, str):
         if model_size not in SIZES:
             raise ConfigError(
-                f"model_size={model_size!r:.60}: a model is {', '.join(SIZES)}; write one of them, "
-                "or the number of its parameters"
+                f"model_size must be {', '.join(SIZES)} or a number of parameters, got "
+                f"{model_size!r:.60}."
             )
         return model_size
     inputs: object = model_size
@@ -250,25 +281,24 @@ def _format(row: TaskRow, size: Size, hardware: Hardware) -> tuple[str, str]:
     if row.wants == "fp8":
         if not (not_wanted := _no_fp8(row, size, hardware)):
             return "fp8-delayed", (
-                f"{hardware.name} multiplies fp8; layers where that gains nothing, as measured, "
-                "stay in bf16"
+                f"{hardware.name} has fp8 matmuls; layers where fp8 measures no faster stay in bf16"
             )
     elif row.wants == "fp16":
         if has["fp16"]:
             return "fp16", (
-                f"{hardware.name} multiplies fp16; after {OVERFLOWS} overflows in a row the run "
-                "goes over to a wider format, and back"
+                f"{hardware.name} has fp16 matmuls; after {OVERFLOWS} overflows in a row the run "
+                "switches to a wider format, and back later"
             )
         not_wanted = f"no fp16: {_no_fp16(hardware)}; "
     if has["bf16"]:
-        return "bf16", f"{not_wanted}{hardware.name} multiplies bf16, which needs no loss scale"
+        return "bf16", f"{not_wanted}{hardware.name} has bf16 matmuls, and bf16 needs no loss scale"
     if has["fp16"]:
         return "fp16", (
-            f"{not_wanted}{hardware.name} multiplies fp16 and not bf16; after {OVERFLOWS} "
-            "overflows in a row the run goes over to a wider format, and back"
+            f"{not_wanted}{hardware.name} has fp16 matmuls but not bf16; after {OVERFLOWS} "
+            "overflows in a row the run switches to a wider format, and back later"
         )
     return "fp32", (
-        f"{not_wanted}{hardware.name} has no faster products than fp32: "
+        f"{not_wanted}{hardware.name} has no faster matmuls than fp32: "
         f"{hardware.support('bf16').reason}"
     )
 
@@ -279,15 +309,15 @@ def _no_fp8(row: TaskRow, size: Size, hardware: Hardware) -> str:
     if e4m3.how != "native":
         return f"no fp8: {e4m3.reason}; "
     if size == "small":
-        return "no fp8: the layers of a small model are slower in fp8 than in bf16; "
+        return "no fp8: layers of a small model are slower in fp8 than in bf16; "
     if least and (hardware.memory_bytes or 0) <= least:
-        return f"no fp8: it is for GPUs with more than {least // 2**30} GiB; "
+        return f"no fp8: it needs a GPU with more than {least // 2**30} GiB; "
     return ""
 
 
 def _no_fp16(hardware: Hardware) -> str:
     if _is_cpu(hardware):
-        return "most CPUs multiply it far slower than fp32, and it needs a loss scale"
+        return "most CPUs are far slower in fp16 than in fp32, and fp16 needs a loss scale"
     return hardware.support("fp16").reason
 
 
@@ -299,9 +329,9 @@ def _offload(
         return (), ()
     what = " and ".join(row.offload)
     if hardware.capability is None:
-        return (), (f"offload of {what}: {hardware_class(hardware)} has no memory of its own",)
+        return (), (f"offload of {what}: {hardware_class(hardware)} has no separate memory",)
     if SIZES.index(size) < SIZES.index(row.offload_from):
-        return (), (f"offload of {what}: not for {size} models, whose state fits",)
+        return (), (f"offload of {what}: the state of {size} models fits on the device",)
     return row.offload, ()
 
 

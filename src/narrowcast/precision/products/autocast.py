@@ -33,9 +33,8 @@ def check_native_backward(device_type: str) -> None:
     modes = torch.overrides._get_current_function_mode_stack()
     if any(getattr(mode, "emulates", False) for mode in modes):
         raise UnsupportedError(
-            "torch.autograd.backward() was called where autocast is on, inside autocast(), and its "
-            "products would not be emulated; call loss.backward() in its place, or leave the block "
-            "first"
+            "torch.autograd.backward() was called inside autocast(), where its products would not "
+            "be emulated. Call loss.backward() instead, or leave the block first."
         )
 
 

@@ -13,8 +13,8 @@ def of_jagged_rows(product: Callable[[Tensor, Tensor], Tensor], x: Any, weight: 
     """Return the product of each row and a weight, in rows of the same lengths."""
     if x._ragged_idx != 1:
         raise UnsupportedError(
-            f"a linear layer was given a jagged tensor whose lengths differ in dimension "
-            f"{x._ragged_idx}, and multiplies those where they do in dimension 1; transpose it back"
+            "A linear layer needs jagged tensors whose lengths differ in dimension 1, got "
+            f"dimension {x._ragged_idx}. Transpose the input back."
         )
     return torch.nested.nested_tensor_from_jagged(
         product(x.values(), weight),

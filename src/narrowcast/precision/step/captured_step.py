@@ -38,8 +38,6 @@ from narrowcast.precision.step.signature import (
     synchronizing_line,
 )
 
-SIGNATURES = 4
-"""Signatures that are kept captured at once: each holds the memory of a whole step."""
 RESTING = 200
 """Steps without which a signature gives way to another: a capture costs about as much as ten."""
 REMEMBERED = 64
@@ -60,7 +58,7 @@ class CapturedStep:
         loss_fn: Callable[..., Tensor],
         *,
         step: Callable[[], Outcome],
-        signatures: int = SIGNATURES,
+        signatures: int,
         after: Callable[[Outcome], None] | None = None,
     ) -> None:
         if not callable(loss_fn):

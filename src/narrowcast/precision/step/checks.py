@@ -20,7 +20,7 @@ from narrowcast.precision.weights.ownership import check_not_prepared
 
 
 def check_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a model or an optimizer that cannot be prepared."""
+    """Raise if the model or the optimizer cannot be prepared."""
     _check_types(model, optimizer)
     check_not_monitored(model, doing="prepare()")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -75,7 +75,7 @@ def check_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _check_types(model: object, optimizer: object) -> None:
-    """Refuse arguments of `prepare` that are no model, or no optimizer."""
+    """Raise if the arguments of `prepare` are not a model and an optimizer."""
     if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
         raise ConfigError(
             "prepare() got the optimizer before the model. Write prepare(model, optimizer)."
@@ -93,7 +93,7 @@ def _check_types(model: object, optimizer: object) -> None:
 
 
 def _check_common_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a model and an optimizer that have no weight in common."""
+    """Raise if the model and the optimizer share no weights."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not held:
         raise ConfigError("The optimizer has no parameters. Build it from model.parameters().")
@@ -111,7 +111,7 @@ def _check_common_weights(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def needed_arguments(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments without which a function cannot be called."""
+    """Return the names of a function's required arguments."""
     return [
         p.name
         for p in inspect.signature(function).parameters.values()
@@ -120,7 +120,7 @@ def needed_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def check_buckets(model: nn.Module, plan: Plan) -> None:
-    """Refuse to give weights another dtype that torch has sorted by theirs already."""
+    """Raise if DistributedDataParallel already holds weights whose dtype would change."""
     if plan.policy.params == "fp32":
         return
     if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
@@ -132,7 +132,7 @@ def check_buckets(model: nn.Module, plan: Plan) -> None:
 
 
 def check_not_monitored(model: nn.Module, *, doing: str) -> None:
-    """Refuse to give other classes to modules that somebody looks at, who would see no more."""
+    """Raise if a monitor is attached to the model."""
     if any(isinstance(module, Probe) for module in model.modules()):
         raise ConfigError(
             f"{doing} cannot be used while this model is monitored by narrowcast.monitor() or a "
@@ -141,7 +141,7 @@ def check_not_monitored(model: nn.Module, *, doing: str) -> None:
 
 
 def check_loss(loss: object) -> None:
-    """Refuse to take the gradients of what is not a loss."""
+    """Raise if this is not a scalar loss with a graph."""
     if not isinstance(loss, Tensor):
         raise ConfigError(
             f"The loss must be a tensor with its graph, got {type(loss).__name__}. Pass the loss "
@@ -163,7 +163,7 @@ def check_settings(
     max_skipped_steps: int,
     lost_updates_every: int,
 ) -> None:
-    """Refuse settings of `prepare` that mean nothing."""
+    """Raise if a setting of `prepare` is out of range."""
     if not isinstance(lookahead, Lookahead | None):
         raise ConfigError(f"lookahead must be an nc.Lookahead or None, got {lookahead!r}.")
     _check_number("clip_norm", clip_norm, such_as=1.0)
@@ -195,7 +195,7 @@ def _check_number(name: str, value: object, *, such_as: float) -> None:
 
 
 def check_gradients_exist(present: Sequence[int], *, doing: str) -> None:
-    """Refuse a step of no weight at all."""
+    """Raise if there are no gradients."""
     if not present:
         raise ConfigError(
             f"{doing} has no gradients to use. Call backward(loss) first, or step(loss)."
@@ -203,7 +203,7 @@ def check_gradients_exist(present: Sequence[int], *, doing: str) -> None:
 
 
 def check_not_fp16(gradients: Sequence[Tensor]) -> None:
-    """Refuse to unscale gradients in the format whose small numbers the scale is there for."""
+    """Raise if unscaled gradients would be stored in fp16."""
     if any(g.dtype == torch.float16 for g in gradients):
         raise ConfigError(
             "unscale() would leave fp16 gradients without their loss scale, so small ones become "
@@ -213,7 +213,7 @@ def check_not_fp16(gradients: Sequence[Tensor]) -> None:
 
 
 def check_learning_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a step whose optimizer has no finite learning rate."""
+    """Raise if a learning rate is inf or NaN."""
     for group in optimizer.param_groups:
         rate = group.get("lr")  # an optimizer may find its own, and have none
         if isinstance(rate, float) and not math.isfinite(rate):
@@ -223,7 +223,7 @@ def check_learning_rates(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_execution(plan: Plan, execution: Execution | None) -> None:
-    """Refuse to be told how the model runs beside a plan that was made for another way."""
+    """Raise if the plan was made for another execution mode."""
     if execution not in (None, plan.execution):
         raise ConfigError(
             f"execution must match the plan, got execution={execution!r} with a plan made for "
@@ -233,7 +233,7 @@ def check_execution(plan: Plan, execution: Execution | None) -> None:
 
 
 def check_plan(model: nn.Module, plan: Plan, *, mine: Plan) -> None:
-    """Refuse to change to a plan that was made for another model or another device."""
+    """Raise if the plan was made for another model, device or memory setting."""
     names = {name for name, _ in model.named_modules()}
     missing = next((m.name for m in plan.modules if m.name not in names), None)
     if missing is not None:

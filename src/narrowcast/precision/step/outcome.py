@@ -47,7 +47,7 @@ _COUNT = len(_Numbers._fields)
 
 @final
 class Outcome:
-    """One step's outcome. Every property but `step` and `lr` waits for the device."""
+    """Outcome of one step. Every property except `step` and `lr` waits for the device."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Outcome:
         self._why = ""
 
     def __repr__(self) -> str:
-        """Say what is known without waiting for the device."""
+        """Return what is known without waiting for the device."""
         numbers = self._arrived
         if numbers is None:
             return f"<Outcome: step {self.step}, lr {self.lr:g}; still running on the device>"
@@ -83,51 +83,51 @@ class Outcome:
 
     @property
     def applied_on_device(self) -> Tensor:
-        """Whether the weights moved, as a tensor; waits for nothing. Ask before the next step."""
+        """Whether the weights changed, as a device tensor. Read it before the next step."""
         return self._packed[0] != 0
 
     @property
     def applied(self) -> bool:
-        """Whether the weights moved."""
+        """Whether the weights changed; False for a skipped step."""
         return bool(self._numbers.finite)
 
     @property
     def skip_reason(self) -> str:
-        """Why the step was skipped; empty where it was applied."""
+        """Why the step was skipped; empty if it was applied."""
         self._numbers  # noqa: B018  # waits, so that the text is there
         return self._why
 
     @property
     def loss_scale(self) -> float:
-        """The scale the loss was multiplied by."""
+        """Loss scale of this step."""
         return self._numbers.scale
 
     @property
     def next_scale(self) -> float:
-        """The scale the loss of the next step is multiplied by."""
+        """Loss scale of the next step."""
         return self._numbers.next_scale
 
     @property
     def grad_norm(self) -> float:
-        """The norm of all gradients, unscaled, before clipping."""
+        """Total norm of the unscaled gradients before clipping."""
         return self._numbers.norm
 
     @property
     def lost_updates(self) -> float | None:
-        """The share of weights whose update rounded to nothing; None where it was not measured."""
+        """Fraction of weights whose update rounded to zero; None if not measured."""
         numbers = self._numbers
         return numbers.lost if self._metered and numbers.finite else None
 
     @property
     def at_floor(self) -> bool:
-        """Whether no loss scale could have given way to an overflow in this step."""
+        """Whether gradients overflowed at the smallest loss scale."""
         return bool(self._numbers.at_floor)
 
     @property
     def bad_parameters(self) -> tuple[str, ...]:
-        """Names of those whose gradients were not finite, from input to output; if skipped.
+        """Names of parameters with inf or NaN gradients, from input to output; empty if applied.
 
-        One that modules share has the name, and the place, that it has nearest the loss.
+        A shared parameter has the name that is nearest the loss.
         """
         numbers = self._numbers
         if numbers.finite:
@@ -138,14 +138,14 @@ class Outcome:
 
     @property
     def bad_module(self) -> str:
-        """The module among them that is nearest the loss."""
+        """The module with bad gradients that is nearest the loss."""
         bad = self.bad_parameters
         if not bad:
             return NO_MODULE
         return bad[-1].rpartition(".")[0] or bad[-1]
 
     def arrive(self) -> None:
-        """Take the numbers in: the step log does so, for one step after the other. Waits."""
+        """Read the numbers of the step from the device; the step log calls it in order."""
         assert self._copy is not None
         packed = self._copy.wait()
         self._arrived = _Numbers(*packed[:_COUNT].tolist())
@@ -154,7 +154,7 @@ class Outcome:
         self._copy = None  # pinned memory is given back
 
     def explain(self, why: str) -> None:
-        """Say why the step was skipped, once that is known."""
+        """Set why the step was skipped."""
         self._why = why
 
     @property

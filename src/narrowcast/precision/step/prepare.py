@@ -7,9 +7,9 @@ from torch import nn
 
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.gradients.scale_request import RequestedScale, settings_from
-from narrowcast.precision.plan.fusing import AUTO, Fuse
+from narrowcast.precision.plan.fusing import Fuse
 from narrowcast.precision.plan.gains import Execution
-from narrowcast.precision.plan.memory import AS_IT_IS, Memory
+from narrowcast.precision.plan.memory import Memory
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.presets import AnyPolicy
 from narrowcast.precision.step.checks import (
@@ -24,11 +24,6 @@ from narrowcast.precision.step.schedules import AnyScheduler, Schedules
 from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.precision.weights.multi_optimizer import as_one
 
-PATIENCE = 50
-"""Steps in a row that may be skipped, at the smallest scale, before training is given up."""
-METER_EVERY = 10
-"""Steps between two looks at lost updates: a look costs about one part in a hundred of a step."""
-
 
 def prepare(
     model: nn.Module,
@@ -41,34 +36,61 @@ def prepare(
     scale_groups: Sequence[str] = (),
     ema_decay: float | None = None,
     lookahead: Lookahead | None = None,
-    max_skipped_steps: int = PATIENCE,
-    lost_updates_every: int = METER_EVERY,
+    max_skipped_steps: int = 50,
+    lost_updates_every: int = 10,
     emulate: bool | None = None,
     fused_optimizer: bool | None = None,
-    fuse: Fuse = AUTO,
-    memory: Memory = AS_IT_IS,
+    fuse: Fuse = "auto",
+    memory: Memory | None = None,
     execution: Execution | None = None,
 ) -> Prepared:
-    """Make a model train in a policy's formats, with any torch optimizer.
+    """Prepare a model and its optimizer to train in a policy's precision.
 
-    The model and the optimizer are changed in place; several optimizers are given as a list, each
-    with weights of its own. `policy` is a text, a `Policy`, a plan made before, or a dtype by
-    torch's name. A `scheduler`, or each of several, moves with every applied step; a
-    `ReduceLROnPlateau` does by `Prepared.scheduler_step`. `loss_scale` is a scale's settings, the
-    number
-    it begins with, or several by the name of the loss; left out, a policy that needs one gets the
-    default. `scale_groups` are globs of modules that have a further scale of their own.
-    A `lookahead` point has gradients taken ahead of an average of the weights, which is the answer:
-    evaluate inside `Prepared.use_eval_weights()`, and keep `Prepared.eval_state_dict()`.
-    `lost_updates_every=0` turns off the lost-update meter. `emulate`, `fuse`, `memory` and
-    `running` are
-    as for `plan`, unless a plan is given: a model that is compiled or captured only later says so
-    now (`execution="compiled"`, or "graphed" for `Prepared.graphed`), for the fp8 that gains
-    there.
-    `fused_optimizer` says whether AdamW and Adam are taken over by a kernel that updates all
-    weights in one pass over memory: None where that runs and can stand in, False nowhere, True or
-    it is refused (without a GPU its arithmetic is then done in plain torch).
-    `Prepared.update_path` tells what is in force.
+    The model and the optimizer are changed in place. `Prepared.release` undoes it.
+
+    Args:
+        model: The model to train, with fp32 weights.
+        optimizer: Any torch optimizer that steps without a closure, or a list of them with
+            disjoint weights.
+        policy: A preset name or policy text, a `Policy`, a `Plan`, or a torch dtype.
+        clip_norm: Clip gradients to this total norm. None: no clipping.
+        scheduler: A learning-rate scheduler or a list of them, stepped after every applied step.
+            Step a `ReduceLROnPlateau` with `Prepared.scheduler_step`.
+        loss_scale: A `LossScale`, the initial scale, or a dict of either by loss name. None: the
+            default if the policy needs one.
+        scale_groups: Globs of modules that get an additional loss scale.
+        ema_decay: Decay of an exponential moving average (EMA) of the weights. None: no EMA.
+        lookahead: Settings of a lookahead point. Evaluate inside `Prepared.use_eval_weights` and
+            save `Prepared.eval_state_dict`.
+        max_skipped_steps: Raise `DivergedError` after this many skipped steps in a row at the
+            smallest loss scale.
+        lost_updates_every: Measure lost updates every so many steps, which takes about 1% of a
+            step. 0 turns it off.
+        emulate: As in `plan`; unused if `policy` is a `Plan`.
+        fused_optimizer: Use the fused kernel for AdamW and Adam. None: where it is supported.
+            True: always, in plain torch without a GPU. False: never. `Prepared.update_path` shows
+            the choice.
+        fuse: As in `plan`; unused if `policy` is a `Plan`.
+        memory: As in `plan`; unused if `policy` is a `Plan`.
+        execution: How the model will run: "eager", "compiled" or "graphed" (for
+            `Prepared.graphed`). None: detected. Set it if you compile or capture later, so that
+            the plan counts the host cost of fp8 correctly.
+
+    Returns:
+        The prepared run: call `autocast()` and `step(loss)` on it.
+
+    Raises:
+        ConfigError: An argument is invalid, or the model or optimizer is already prepared.
+        UnsupportedError: The model, the optimizer or this machine cannot do what was requested.
+
+    Example:
+        ```python
+        run = nc.prepare(model, optimizer, policy="bf16", clip_norm=1.0)
+        for x, y in loader:
+            with run.autocast():
+                loss = F.cross_entropy(model(x), y)
+            outcome = run.step(loss)
+        ```
     """
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     for each in optimizers:

@@ -23,7 +23,7 @@ from narrowcast.precision.plan.diff import PrecisionChange, changes_between
 from narrowcast.precision.plan.gains import Execution
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.presets import AnyPolicy
-from narrowcast.precision.step.captured_step import SIGNATURES, CapturedStep
+from narrowcast.precision.step.captured_step import CapturedStep
 from narrowcast.precision.step.checks import (
     check_execution,
     check_gradients_exist,
@@ -42,7 +42,7 @@ from narrowcast.runs import FindingRecord
 
 
 class Prepared:
-    """A model with its formats, optimizer, master weights and loss scale; see `prepare`."""
+    """A model and optimizer that train in a policy's precision, returned by `prepare`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -53,7 +53,7 @@ class Prepared:
         return described(self.engine)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled: model and optimizer are held in common with the user."""
+        """Raise: a copy would share the model and optimizer with this run."""
         raise UnsupportedError(
             "Prepared cannot be copied or pickled because it shares the model and optimizer. Save "
             "run.state_dict() and load it into a new prepare()."
@@ -61,12 +61,12 @@ class Prepared:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Those that `prepare` was given, in order."""
+        """The optimizers passed to `prepare`, in order."""
         return member_optimizers(self.engine.optimizer)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The one that `prepare` was given; of several, see `optimizers`."""
+        """The optimizer passed to `prepare`. Raises if there are several; see `optimizers`."""
         if len(self.optimizers) > 1:
             raise ConfigError(
                 f"run.optimizer needs a single optimizer, got {len(self.optimizers)}. Use "
@@ -76,17 +76,17 @@ class Prepared:
 
     @property
     def schedulers(self) -> tuple[Any, ...]:
-        """The learning-rate schedules that `prepare` was given, in order."""
+        """The learning-rate schedulers passed to `prepare`, in order."""
         return self.engine.schedules.all
 
     @property
     def plan(self) -> Plan:
-        """What is carried out now."""
+        """The active plan. Print it to see the format of every module."""
         return self.engine.plan
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The settings of the loss scale in force; None without one. Of several, the first."""
+        """Settings of the active loss scale, or None. With several, the first."""
         return self.engine.scales.settings
 
     def set_policy(
@@ -97,18 +97,26 @@ class Prepared:
         keep_scale: bool = False,
         execution: Execution | None = None,
     ) -> list[PrecisionChange]:
-        """Carry out another policy or plan from the next step on; return the modules it changes.
+        """Switch to another policy or plan from the next step on.
 
-        Between two steps only. The optimizer, its learning rates and schedule, all counts, the
-        average of the weights, leads and what buffers hold stay what they are; weights, master
-        weights and moments are converted as exactly as the new formats allow (see
-        `TrainedWeights.change`). A loss scale that both policies need goes on where it is; one that
-        only the new one needs begins with `loss_scale`, or the settings `prepare` was given, or the
-        default; one that the new one does not need ends, unless `keep_scale` is set. Delayed fp8
-        scales go on in the modules that have had them. Waits for the device.
+        Call it between steps. The optimizer, learning rates, schedulers, counts, EMA and buffers
+        stay unchanged. Weights, master weights and moments are converted as exactly as the new
+        formats allow. Modules keep their delayed fp8 scales. Synchronises with the device.
 
-        Of a policy a plan is made for this run's device, emulated and `running` as `prepare` was
-        told. Plans of your own: `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
+        Args:
+            policy: The new policy, or a plan made with
+                `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
+            loss_scale: Loss scale to start with if only the new policy needs one. None: the
+                settings passed to `prepare`, or the default.
+            keep_scale: Keep the loss scale even if the new policy does not need one.
+            execution: How the model will run. None: as before.
+
+        Returns:
+            The modules whose precision changes.
+
+        Raises:
+            ConfigError: There are gradients of an unfinished step, or the plan is for another
+            model.
         """
         weights = self.engine.weights
         weights.ownership.check_not_swapped(doing="set_policy()")
@@ -122,39 +130,59 @@ class Prepared:
         return changes_between(before, plan)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Hold this over the forward pass and the loss."""
+        """Return a context manager for the forward pass and the loss in the policy's precision.
+
+        Use it like `torch.autocast`, in training and in evaluation.
+        """
         return self.engine.autocast()
 
     def backward(self, loss: Tensor, *, name: str = "loss", retain_graph: bool = False) -> None:
-        """Add a loss's gradients to those already there, scaled as the policy needs.
+        """Add the gradients of a loss to the existing ones, scaled if the policy needs it.
 
-        Called n times before `step` this is gradient accumulation: divide the loss by n.
+        For gradient accumulation over n micro-batches, divide each loss by n and call it n times
+        before `step()`.
+
+        Args:
+            loss: One number that depends on the model's weights.
+            name: Name of the loss, if `prepare` got several loss scales.
+            retain_graph: Keep the graph for another backward pass.
         """
         check_loss(loss)
         self.engine.backward(loss, name=name, retain_graph=retain_graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop every gradient there is, whoever made it; so does `optimizer.zero_grad()`.
+        """Drop all gradients, like `optimizer.zero_grad()`.
 
-        A step clears the gradients it has used. What passes through the model between two steps,
-        another run's loss or a `loss.backward()`, leaves more: write this at the head of the step.
+        `step` clears the gradients that it used. Call this at the start of a step if another loss
+        ran backward through the model since then.
         """
         self.engine.weights.ownership.zero_grad(set_to_none=set_to_none)
 
     def unscale(self) -> None:
-        """Divide the loss scale out of the gradients now, so that you can clip or edit them.
+        """Divide the gradients by the loss scale now, so that you can clip or edit them.
 
-        Call it after the last `backward` of a step. Afterwards every weight's `.grad` is the true
-        gradient; `step` does not unscale again. Without a loss scale gradients are true anyway, and
-        this does nothing. Does not wait for the device.
+        Call it after the last `backward` of a step. `step` does not unscale again. Without a loss
+        scale it does nothing. Does not synchronise with the device.
         """
         self.engine.unscale()
 
     @torch.no_grad()
     def step(self, loss: Tensor | None = None) -> Outcome:
-        """Update the weights, unless a gradient is not finite; then skip, and say so.
+        """Update the weights, or skip the step if a gradient is inf or NaN.
 
-        Waits for the device only where the optimizer cannot skip by itself: fused ones can.
+        A skipped step leaves weights, optimizer state, EMA and schedulers unchanged. Synchronises
+        with the device only if the optimizer cannot skip on the device; the fused optimizer can.
+
+        Args:
+            loss: Run `backward(loss)` first. None: use the gradients that are there.
+
+        Returns:
+            The outcome: applied or skipped, gradient norm, loss scale.
+
+        Raises:
+            ConfigError: There are no gradients.
+            DivergedError: `max_skipped_steps` steps in a row were skipped at the smallest loss
+            scale.
         """
         if loss is not None:
             with torch.enable_grad():
@@ -169,20 +197,24 @@ class Prepared:
             packed = engine.queue_update(present, metered=metered)
         return engine.end_step(packed, present, metered=metered)
 
-    def graphed(
-        self, loss_fn: Callable[..., Tensor], *, signatures: int = SIGNATURES
-    ) -> CapturedStep:
-        """Return what takes whole steps with this loss, replayed as CUDA graphs on a GPU.
+    def graphed(self, loss_fn: Callable[..., Tensor], *, signatures: int = 4) -> CapturedStep:
+        """Return a callable that takes whole steps, replayed as CUDA graphs on a GPU.
 
-        `loss_of` is given what a step is, and calls the model; `run.autocast()` is held over it.
-        What Python decides in it is decided once for each of so many `signatures` of its inputs.
+        Args:
+            loss_fn: Function that calls the model and returns the loss. It runs inside
+                `autocast()`. Python code in it runs once per signature.
+            signatures: How many combinations of input shapes, dtypes and plain values are captured.
+                Each capture holds the memory of one step.
+
+        Returns:
+            The step: call it with the arguments of `loss_fn`.
         """
         return CapturedStep(self.engine, loss_fn, step=self.step, signatures=signatures)
 
     def scheduler_step(self, metric: float | Tensor) -> None:
-        """Give a metric to the `ReduceLROnPlateau` that `prepare` was given. Waits for the device.
+        """Step the `ReduceLROnPlateau` passed to `prepare` with a metric, after an evaluation.
 
-        Call it where torch's own would be stepped: after an evaluation. `step` does not move it.
+        `step` does not move this scheduler. Synchronises with the device.
         """
         self.sync()
         self.engine.schedules.step_metric(
@@ -190,11 +222,11 @@ class Prepared:
         )
 
     def sync(self) -> None:
-        """Wait for every step so far, and let schedule, counts and findings catch up."""
+        """Wait for all steps so far, and update schedulers, counts and findings."""
         self.engine.log.sync()
 
     def stats(self) -> Stats:
-        """Return a copy of the counts of the run so far. Waits for the device."""
+        """Return a copy of the counts of this run. Synchronises with the device."""
         self.sync()
         stats = copy.deepcopy(self.engine.log.stats)
         stats.bytes = bytes_by_role(self.engine.weights) | self.engine.fp8.bytes()
@@ -203,84 +235,85 @@ class Prepared:
         return stats
 
     def findings(self) -> list[FindingRecord]:
-        """Return what was found since this was last asked."""
+        """Return the findings since the last call."""
         return self.engine.log.findings()
 
     @property
     def steps_attempted(self) -> int:
-        """Steps tried."""
+        """Number of steps so far, skipped ones included."""
         return self.engine.steps_begun
 
     @property
     def steps_applied(self) -> int:
-        """Steps that moved the weights. Waits for the device."""
+        """Number of steps that changed the weights. Synchronises with the device."""
         self.sync()
         return self.engine.log.stats.applied
 
     @property
     def update_path(self) -> str:
-        """What updates the weights, and why: the fused optimizer or torch's own."""
+        """Which optimizer code updates the weights, and why."""
         return self.engine.update_path
 
     @property
     def has_ema(self) -> bool:
-        """Whether an average of the weights is kept."""
+        """Whether an EMA of the weights is computed."""
         return self.engine.weights.average is not None
 
     def use_ema(self) -> contextlib.AbstractContextManager[None]:
-        """Let the model use the averaged weights inside the block; without an average, nothing.
+        """Return a context manager in which the model uses the EMA weights.
 
-        In the formats of the weights; `ema_state_dict` has every digit.
+        Without an EMA it does nothing. The weights have the policy's format; `ema_state_dict` has
+        full precision.
         """
         if not self.has_ema:
             return contextlib.nullcontext()
         return swapped_in(self.engine, "use_ema", self.engine.weights.averaged)
 
     def ema_state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the averages in fp32, by name, which the plain model loads.
+        """Return a copy of the EMA weights in fp32, which the plain model can load.
 
-        Buffers, and weights that are not trained, are as they are now.
+        Buffers and frozen weights have their current values.
         """
         return self.engine.weights.averaged_by_name()
 
     @property
     def has_lookahead(self) -> bool:
-        """Whether the weights are a lookahead point, and the answer is another."""
+        """Whether training uses a lookahead point, so that evaluation needs other weights."""
         return self.engine.weights.lookahead is not None
 
     def use_eval_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Let the model use the answer inside the block; without a lookahead point, nothing.
+        """Return a context manager in which the model uses the evaluation weights of the lookahead.
 
-        In the formats of the weights; `eval_state_dict` has every digit.
+        Without a lookahead it does nothing. The weights have the policy's format; `eval_state_dict`
+        has full precision.
         """
         if not self.has_lookahead:
             return contextlib.nullcontext()
         return swapped_in(self.engine, "use_eval_weights", self.engine.weights.answer)
 
     def eval_state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the answer in fp32, by name, which the plain model loads.
+        """Return a copy of the evaluation weights in fp32, which the plain model can load.
 
-        Buffers, and weights that are not trained, are as they are now. Without a lookahead point
-        the weights themselves are the answer.
+        Buffers and frozen weights have their current values. Without a lookahead these are the
+        trained weights.
         """
         return self.engine.weights.copied_by_name(self.engine.weights.answer)
 
     def fp32_state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the model's state with every digit that is kept: master values, by name.
+        """Return a copy of the model's state with master weights in fp32.
 
-        Further steps do not change it. Refused inside `use_ema()` and `use_eval_weights()`, where
-        the
-        model holds other weights.
+        Further steps do not change it. Raises inside `use_ema()` and `use_eval_weights()`, where
+        the model holds other weights.
         """
         self.engine.weights.ownership.check_not_swapped(doing="fp32_state_dict()")
         return self.engine.weights.copied_by_name(self.engine.weights.full)
 
     def release(self) -> nn.Module:
-        """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them.
+        """Undo `prepare` and return the plain model with fp32 weights.
 
-        Of a lookahead point these are where gradients were taken: take `eval_state_dict` first.
-        Gradients of a step that was not taken have no loss scale any more; those of weights that
-        were kept in 16 bits are dropped.
+        With a lookahead the model keeps the weights at which gradients were computed, so call
+        `eval_state_dict` first. Gradients of an unfinished step are unscaled; those of 16-bit
+        weights are dropped.
         """
         self.engine.weights.ownership.check_not_swapped(doing="release()")
         if self.engine.weights.masters.parameters:
@@ -291,16 +324,20 @@ class Prepared:
         return self.model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that decides the steps to come, but data order and random state.
+        """Return a copy of all state of the run except data order and RNG state.
 
-        Further steps do not change it, so it can be kept to go back to. It takes as much memory
-        on the device as weights and optimizer state do. Waits for the device.
+        Further steps do not change it. It takes as much device memory as weights and optimizer
+        state. Synchronises with the device.
         """
         self.engine.weights.ownership.check_not_swapped(doing="state_dict()")
         return copy.deepcopy(collect_state(self.engine))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a saved run stood; that of another run is refused and changes nothing."""
+        """Restore a `state_dict()`.
+
+        Raises:
+            CheckpointError: The state does not match this run. Nothing is changed.
+        """
         self.engine.weights.ownership.check_not_swapped(doing="load_state_dict()")
         load_state(self.engine, state)
 

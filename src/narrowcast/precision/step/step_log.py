@@ -80,7 +80,7 @@ class StepLog:
         if stats.overflows_at_floor < self._patience:
             return
         fact = (
-            f"step {stats.steps}:  {stats.overflows_at_floor} steps in a row had inf or NaN "
+            f"step {stats.steps}: {stats.overflows_at_floor} steps in a row had inf or NaN "
             f"gradients{(', with the loss scale at its minimum' if self.scaled else '')}"
         )
         bad = [name for name, weight in self._weights.items() if not weight.isfinite().all()]

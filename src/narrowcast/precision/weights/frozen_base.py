@@ -29,36 +29,48 @@ def quantize_frozen(
     skip: Sequence[str] = (),
     products: Products = "auto",
 ) -> dict[str, float]:
-    """Keep the frozen weights of linear layers in e4m3, a byte each; return what each layer keeps.
+    """Store the frozen weights of linear layers in e4m3, one byte per weight.
 
-    Call it before `prepare`, and after adapters are put on, if there are any. It takes every
-    `nn.Linear` and every `Conv1D` of transformers whose weight has `requires_grad=False`, but no
-    output layer (`lm_head`, `head`), none that shares its weight with another module, and nothing
-    that a glob of `skip` names, or that is inside of that. Returned is the signal-to-noise ratio of
-    each weight in dB, by the layer's name; of a model on the meta device, nothing.
+    Call it before `prepare`, and after adding adapters. It converts every `nn.Linear` and every
+    transformers `Conv1D` with `requires_grad=False`, except output layers (`lm_head`, `head`) and
+    layers that share their weight.
 
-    `products` says what they are multiplied in: `auto` as the policy says, `fp8` in fp8 wherever
-    shapes allow, with inputs and gradients scaled by row, `wide` never in fp8.
+    Args:
+        model: The model, changed in place.
+        format: The storage format. Only "e4m3" is supported.
+        skip: Globs of modules to leave out, with everything inside them.
+        products: "auto" multiplies as the policy says. "fp8" uses fp8 wherever shapes allow, with
+            row scales. "wide" never uses fp8.
+
+    Returns:
+        The signal-to-noise ratio of each weight in dB, by layer name. Empty on the meta device.
+
+    Raises:
+        ConfigError: No layer qualifies, an argument is invalid, or the model is prepared.
+
+    Example:
+        >>> model.requires_grad_(False)
+        >>> model = get_peft_model(model, lora_config)
+        >>> nc.quantize_frozen(model)
     """
     if format != E4M3.name:
         raise ConfigError(
-            f"quantize_frozen was asked for {format}; what it keeps weights in is e4m3. For 16 "
-            "bits "
-            "call model.to(torch.bfloat16)"
+            f"quantize_frozen only supports e4m3, got {format}. For 16 bits call "
+            "model.to(torch.bfloat16)."
         )
     if products not in ("auto", "fp8", "wide"):
-        raise ConfigError(f"products={products!r} is none of auto, fp8, wide; write one of them")
+        raise ConfigError(f"products must be auto, fp8 or wide, got {products!r}.")
     if is_swapped(model):
         raise ConfigError(
-            "quantize_frozen was called on a model that is prepared; call it before prepare(), or "
-            "release() first"
+            "quantize_frozen was called on a prepared model. Call it before prepare(), or call "
+            "release() first."
         )
     _check_globs(model, skip)
     layers = dict(_candidates(model, skip))
     if not layers:
         raise ConfigError(
-            "no linear layer of this model has a frozen weight to keep; freeze the base with "
-            "requires_grad_(False), or put adapters on it, which does"
+            "This model has no linear layer with a frozen weight to quantize. Freeze the base "
+            "with requires_grad_(False), or add adapters, which does that."
         )
     for name, layer in layers.items():  # before anything is changed
         _check_quantizable(name, layer.weight)
@@ -68,15 +80,22 @@ def quantize_frozen(
 
 @torch.no_grad()
 def dequantize_frozen(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
-    """Give plain layers back, with wide weights; return their names.
+    """Undo `quantize_frozen`: restore plain layers with 16- or 32-bit weights.
 
-    `dtype` is that of the weights; left out, each has the one it came in. bf16 and fp32 hold all
-    that e4m3 kept; what that has lost stays lost.
+    The precision lost in e4m3 is not restored.
+
+    Args:
+        model: The model, changed in place.
+        dtype: The dtype of the restored weights. None: the original dtype of each.
+
+    Returns:
+        The names of the restored layers.
+
+    Raises:
+        ConfigError: The model is prepared.
     """
     if is_swapped(model):
-        raise ConfigError(
-            "dequantize_frozen was called on a model that is prepared; release() it first"
-        )
+        raise ConfigError("dequantize_frozen was called on a prepared model. Call release() first.")
     names = [name for name, each in model.named_modules() if isinstance(each, QuantizedFrozenLayer)]
     for name in names:
         layer = model.get_submodule(name)
@@ -86,16 +105,16 @@ def dequantize_frozen(model: nn.Module, dtype: torch.dtype | None = None) -> lis
 
 
 def check_not_quantized(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to train what is kept in e4m3, or to hold it as if it were."""
+    """Raise if a weight stored in e4m3 would be trained."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedFrozenLayer):
             weight = module.weight_e4m3
             if weight.requires_grad or weight in held:
                 raise ConfigError(
-                    f"the weight of {name} is kept in e4m3 and cannot be trained; give the "
-                    "optimizer [p for p in model.parameters() if p.requires_grad], or call "
-                    "dequantize_frozen(model) and make it anew"
+                    f"The weight of {name} is stored in e4m3 and cannot be trained. Pass [p for p "
+                    "in model.parameters() if p.requires_grad] to the optimizer, or call "
+                    "dequantize_frozen(model) and build the optimizer again."
                 )
 
 
@@ -139,9 +158,9 @@ def _check_quantizable(name: str, weight: object) -> None:
     low, high = weight.aminmax()
     if not bool((low >= -LARGEST) & (high <= LARGEST)):  # nor is NaN
         raise UnsupportedError(
-            f"the weight of {name} holds numbers that are not finite, or beyond {LARGEST:.2g}, "
-            "which e4m3 cannot keep; look at where the model comes from, or leave the layer as it "
-            f'is: skip=("{name}",)'
+            f"The weight of {name} has values that e4m3 cannot store: inf, NaN, or above "
+            f"{LARGEST:.2g}. Check where the model comes from, or leave the layer out: "
+            f'skip=("{name}",).'
         )
 
 
@@ -149,4 +168,4 @@ def _check_globs(model: nn.Module, skip: Sequence[str]) -> None:
     names = [name for name, _ in model.named_modules()]
     for glob in skip:
         if not any(matches(name, glob) for name in names):
-            raise ConfigError(f"skip: {glob!r} names no module{suggestion(glob, names)}")
+            raise ConfigError(f"skip: {glob!r} matches no module{suggestion(glob, names)}.")

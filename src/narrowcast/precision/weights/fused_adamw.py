@@ -295,8 +295,8 @@ class FusedAdamW:
 def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
     if has_step_hooks(optimizer):
         raise ConfigError(
-            "the optimizer was given step hooks after prepare(), and the fused optimizer "
-            "would pass them by; register them before, or write fused_optimizer=False"
+            "Step hooks were added to the optimizer after prepare(), but the fused optimizer "
+            "would not call them. Register them before prepare(), or write fused_optimizer=False."
         )
 
 
@@ -304,8 +304,8 @@ def _check_settings(optimizer: torch.optim.Optimizer) -> None:
     why = unsupported_settings(optimizer)
     if why:
         raise ConfigError(
-            f"the optimizer was given other settings after prepare(), and {why}; set them "
-            "before, or write fused_optimizer=False"
+            f"The optimizer settings changed after prepare(), and {why}. Set them before "
+            "prepare(), or write fused_optimizer=False."
         )
 
 
@@ -323,8 +323,8 @@ def _of_bound(
 def _laid_like(gradient: Tensor, weight: Tensor) -> Tensor:
     if gradient.shape != weight.shape:
         raise UnsupportedError(
-            f"a gradient has the shape {tuple(gradient.shape)} on this device, where its weight "
-            f"has {tuple(weight.shape)}; shard both alike"
+            f"A gradient must have the shape of its weight on this device, {tuple(weight.shape)}, "
+            f"got {tuple(gradient.shape)}. Shard both in the same way."
         )
     return laid_like(gradient, weight)
 

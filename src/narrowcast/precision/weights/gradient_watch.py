@@ -47,8 +47,9 @@ class GradientWatch:
             return
         if self.unscaled is not None:
             raise ConfigError(
-                "backward() was called after unscale(), and would add scaled gradients to unscaled "
-                "ones; call every backward() of a step first, then unscale(), then step()"
+                "backward() was called after unscale(), which would add scaled gradients to "
+                "unscaled ones. Call every backward() of a step first, then unscale(), then "
+                "step()."
             )
         if not scaled and self._cleared:
             return
@@ -59,9 +60,9 @@ class GradientWatch:
             raise ConfigError(_unscaled(name))
         if name:
             raise ConfigError(
-                f"{name} has a gradient that no backward() of this run made: since its last step "
-                "another run's loss, or loss.backward(), has passed through the model; write "
-                "run.zero_grad() (or optimizer.zero_grad()) at the head of the step to drop them"
+                f"{name} has a gradient that was not made by backward() of this run, but by "
+                "another run's loss or by loss.backward(). Call run.zero_grad() (or "
+                "optimizer.zero_grad()) at the start of the step to drop it."
             )
 
     def after_backward(self, *, scaled: bool) -> None:
@@ -155,17 +156,17 @@ class GradientWatch:
 
 def _changed(name: str, *, before: str) -> str:
     return (
-        f"the gradient of {name} was changed between backward() and {before}, while the loss scale "
-        "is in it; call run.unscale() after the last backward(), and clip, edit or add to "
-        "gradients after that"
+        f"The gradient of {name} was changed between backward() and {before}, while it still has "
+        "the loss scale. Call run.unscale() after the last backward(), then clip, edit or add to "
+        "gradients."
     )
 
 
 def _unscaled(name: str) -> str:
-    where = f" (that of {name} is one)" if name else ""
+    where = f" (for example {name})" if name else ""
     return (
-        f"there are gradients{where} that backward() of the prepared model did not make, and a "
-        "loss scale would be divided out of them that is not in them; write step(loss), or "
-        "backward(loss), in place of loss.backward(), and prepare models that share a loss as one: "
-        "prepare(nn.ModuleList([…]), [optimizer, …])"
+        f"Some gradients{where} were not made by backward() of the prepared model, so they do not "
+        "have the loss scale that step() would divide out. Write step(loss) or backward(loss) "
+        "instead of loss.backward(). Prepare models that share a loss as one: "
+        "prepare(nn.ModuleList([…]), [optimizer, …])."
     )

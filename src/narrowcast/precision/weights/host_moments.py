@@ -31,14 +31,13 @@ def check_host_moments(weights: Sequence[Tensor], plan: Plan, *, fused: bool, pa
         return
     if not fused:
         raise UnsupportedError(
-            "memory.offload=[optimizer] moves the moments of the fused optimizer, and the update "
-            f"is not by it ({path}); use torch.optim.AdamW or Adam, or leave optimizer out of "
-            "memory.offload"
+            f"memory.offload=[optimizer] needs the fused optimizer, got {path}. Use "
+            "torch.optim.AdamW or Adam, or leave optimizer out of memory.offload."
         )
     if any(as_sharded(weight) is not None for weight in weights):
         raise UnsupportedError(
-            "memory.offload=[optimizer]: the weights are sharded, and so are their moments; let "
-            "the sharding offload them, or leave optimizer out of memory.offload"
+            "memory.offload=[optimizer] does not support sharded weights. Offload them with "
+            "fully_shard(), or leave optimizer out of memory.offload."
         )
 
 

@@ -34,30 +34,30 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead:
-    """Settings of the lookahead point.
+    """Settings of the lookahead point: gradients are computed ahead of an average of the weights.
 
-    A rate of 1 is plain training: all three points are the same. With a smaller interpolation,
-    gradients are computed closer to the optimizer's point. At 0 the averaged weights would not
-    affect training; use `ema_decay` for that.
+    Evaluate with the average: `Prepared.use_eval_weights`. A rate of 1 is plain training. With a
+    smaller interpolation, gradients are computed closer to the optimizer's point. At 0 the averaged
+    weights would not affect training; use `ema_decay` for that.
     """
 
     interpolation: float = 0.9
-    """How far from where the optimizer is to the answer gradients are taken: above 0, up to 1."""
+    """Where gradients are computed between the optimizer's point (0) and the average (1): above
+    0, up to 1."""
     rate: float = 0.05
-    """The part of its way to where the optimizer is that the answer goes in a step."""
+    """Fraction of the distance to the optimizer's point that the average moves per step."""
     storage: Storage = "fp32"
-    """How leads are kept. `bf16` takes 2 bytes a weight in place of 4. A lead is then rounded to 8
-    binary digits in each step, and the answer takes the error, of at most 2**-9 of its way to where
-    the optimizer is; of that, the following steps leave 1 - rate each. Where the optimizer is
-    keeps every digit."""
+    """Format of the stored difference between the points. `bf16` takes 2 bytes per weight
+    instead of 4 and adds a relative error of at most 2**-9 to the average. The optimizer's
+    point has full precision."""
     momentum: float | None = 0.0
-    """The first of the optimizer's `betas` from then on. To follow an average is a momentum too,
-    and two of them swing: with 0.9 besides, a loss that fell rises again. None leaves it alone."""
+    """Replaces the first of the optimizer's `betas`. Following an average already acts as
+    momentum, and a second one makes training oscillate. None keeps the optimizer's value."""
     begins_after: int = 0
-    """Steps of plain training before it."""
+    """Steps of plain training before the lookahead begins."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Raise if a setting is out of range."""
         if not 0 < self.interpolation <= 1:
             raise ConfigError(
                 "Lookahead(interpolation) must be above 0 and up to 1, got "
@@ -66,23 +66,21 @@ class Lookahead:
             )
         if not 0 < self.rate <= 1:
             raise ConfigError(
-                f"Lookahead(rate={self.rate:g}): the answer goes a part of its way in each step; "
-                "write a number above 0 and up to 1, such as 0.05"
+                f"Lookahead(rate) must be above 0 and up to 1, got {self.rate:g}. A common value "
+                "is 0.05."
             )
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ConfigError(
-                f"Lookahead(momentum={self.momentum:g}): write 0, a number below 1, or None to "
-                "leave the optimizer its own"
+                "Lookahead(momentum) must be at least 0 and below 1, or None to keep the "
+                f"optimizer's momentum, got {self.momentum:g}."
             )
         if self.begins_after < 0:
             raise ConfigError(
-                f"Lookahead(begins_after={self.begins_after}): write a number of steps, 0 or more"
+                "Lookahead(begins_after) must be a number of steps, 0 or more, got "
+                f"{self.begins_after}."
             )
         if self.storage not in get_args(Storage):
-            raise ConfigError(
-                f"Lookahead(storage={self.storage!r}): leads are kept in fp32 or bf16; write one "
-                "of these"
-            )
+            raise ConfigError(f"Lookahead(storage) must be fp32 or bf16, got {self.storage!r}.")
 
     @property
     def ahead(self) -> Ahead:
@@ -202,24 +200,23 @@ def check_lookahead(optimizer: torch.optim.Optimizer, plan: Plan, settings: Look
     master = plan.policy.master or "none"
     if narrow is not None and master not in ("fp32", "split"):
         raise UnsupportedError(
-            f"lookahead was asked for with params={narrow.policy.params} and master={master}: a "
-            "weight and its lead make the other two points only where every digit of the weight "
-            "is kept; write master=split in the policy (of fp16 weights, master=fp32), or "
-            "params=fp32"
+            f"lookahead needs weights stored with all digits, got params={narrow.policy.params} "
+            f"with master={master}. Write master=split in the policy (for fp16 weights "
+            "master=fp32), or params=fp32."
         )
     for part in member_optimizers(optimizer):
         kind, inside = type(part), _optimizer_in(part)
         if inside is not None:
             raise UnsupportedError(
-                f"lookahead was asked for with {kind.__name__}, which steps another optimizer and "
-                "may move its weights besides: neither would know of the other's points; give "
-                f"prepare() the {type(inside).__name__} inside, or leave lookahead out"
+                f"lookahead does not work with {kind.__name__}, which wraps another optimizer and "
+                f"may also change its weights. Pass the {type(inside).__name__} inside it to "
+                "prepare(), or leave lookahead out."
             )
         if all(callable(getattr(kind, name, None)) for name in ("train", "eval")):
             raise UnsupportedError(
-                f"lookahead was asked for with {kind.__name__}, which has points of its own that "
-                "its train() and eval() exchange; give prepare() a plain optimizer, such as "
-                "torch.optim.AdamW, or leave lookahead out"
+                f"lookahead does not work with {kind.__name__}, which swaps its own weights in "
+                "train() and eval(). Pass a plain optimizer such as torch.optim.AdamW to "
+                "prepare(), or leave lookahead out."
             )
     for group in optimizer.param_groups:
         own = group.get("momentum", 0.0)
@@ -227,10 +224,9 @@ def check_lookahead(optimizer: torch.optim.Optimizer, plan: Plan, settings: Look
             # Unlike betas it multiplies the step by 1 / (1 - momentum), and only the user knows
             # what the learning rate was meant with.
             raise UnsupportedError(
-                f"lookahead was asked for with momentum={own:g}: to follow an average is a "
-                "momentum too, and two of them swing; write momentum=0 and "
-                f"{1 / (1 - own):g} times the learning rate, or Lookahead(momentum=None) to have "
-                "both"
+                "lookahead already acts as momentum and oscillates with a second one, got "
+                f"momentum={own:g}. Write momentum=0 and {1 / (1 - own):g} times the learning "
+                "rate, or Lookahead(momentum=None) to use both."
             )
 
 

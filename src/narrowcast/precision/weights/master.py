@@ -73,9 +73,9 @@ def _master(value: Tensor) -> nn.Parameter:
 
 def _raise_on_copy(memo: object) -> NoReturn:
     raise UnsupportedError(
-        "an optimizer was copied that holds master weights since prepare(), and a copy of it would "
-        "train no model; copy model and optimizer before prepare(), or after release(), or save "
-        "state_dict() of what prepare() returned"
+        "This optimizer holds master weights since prepare(), so a copy of it would train no "
+        "model. Copy model and optimizer before prepare() or after release(), or save "
+        "run.state_dict()."
     )
 
 
@@ -265,8 +265,8 @@ class MasterWeights:
         """Take back what was kept of weights with the same shapes."""
         if state["kind"] != self.kind:
             raise CheckpointError(
-                f"the checkpoint keeps {state['kind']} master weights, the policy asks for "
-                f"{self.kind}; write master={state['kind']}"
+                f"The checkpoint has {state['kind']} master weights, but the policy uses "
+                f"{self.kind}. Write master={state['kind']}."
             )
         if self._generator is not None:  # first: one of another device is refused here
             self._generator.set_state(state["generator"].cpu())

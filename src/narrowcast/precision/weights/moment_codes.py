@@ -33,8 +33,8 @@ def undo_cast(state: dict[str, Any], name: str, dtype: torch.dtype) -> None:
     """
     if state[name + SCALE].dtype != torch.float32:
         raise CheckpointError(
-            "torch's optimizer.load_state_dict rounded the scales of 8-bit moments; load the state "
-            "of the prepared model instead, with its own load_state_dict"
+            "optimizer.load_state_dict() rounded the scales of 8-bit moments. Load the state with "
+            "run.load_state_dict() instead."
         )
     codes = torch.int8 if name == FIRST else torch.uint8
     state[name] = state[name].to(codes)

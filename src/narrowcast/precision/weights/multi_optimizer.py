@@ -21,7 +21,7 @@ def member_optimizers(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 def as_one(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:
     """Return several optimizers of a model as one; refuse a weight that two of them would move."""
     if not optimizers:
-        raise ConfigError("prepare() was given an empty list of optimizers; give it one or more")
+        raise ConfigError("prepare() needs at least one optimizer, got an empty list.")
     if len(optimizers) == 1:
         return optimizers[0]
     names = {p: name for name, p in model.named_parameters()}
@@ -30,8 +30,8 @@ def as_one(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if seen.setdefault(p, number) != number:
                 raise ConfigError(
-                    f"{names.get(p, 'a weight')} is in two of the optimizers, {seen[p]} and "
-                    f"{number}, and both would move it; give each weight to one of them"
+                    f"{names.get(p, 'A weight')} is in two optimizers, {seen[p]} and {number}, "
+                    "and both would update it. Give each weight to one optimizer."
                 )
     return SideBySide(optimizers)
 
@@ -83,8 +83,8 @@ class SideBySide(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: which of them is to update it?"""
         raise ConfigError(
-            "a group of parameters belongs to one of several optimizers; call add_param_group() "
-            "of that one, before prepare()"
+            "Parameter groups belong to a single optimizer here. Call add_param_group() on that "
+            "optimizer before prepare()."
         )
 
     def state_dict(self) -> dict[str, Any]:

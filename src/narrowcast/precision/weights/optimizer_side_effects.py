@@ -39,10 +39,9 @@ def check_hidden_weights(
             known = name in _KNOWN or name.startswith("_optimizer_")
             if not known and any(t in weights for t in _tensors_in(value, _LOOKED_INTO, set())):
                 raise UnsupportedError(
-                    f"{type(part).__name__} keeps weights of the model in `{name}`, beside its "
-                    "param_groups, and would write those where master weights take their place; "
-                    "write a policy that keeps weights in fp32 (params=fp32), or give prepare() "
-                    "an optimizer that finds its weights in its param_groups"
+                    f"{type(part).__name__} holds weights of the model in `{name}`, outside its "
+                    "param_groups, so it would bypass the master weights. Use a policy with "
+                    "params=fp32, or an optimizer that takes its weights from its param_groups."
                 )
 
 

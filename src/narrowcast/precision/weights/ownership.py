@@ -25,8 +25,8 @@ ValueOf = Callable[[nn.Parameter], Tensor]
 """What stands in for a weight, with every digit there is of it."""
 _STAND_INS: dict[StandIn, str] = {
     "use_ema": "averages of its weights",
-    "use_eval_weights": "the answer in the place of its weights",
-    "reading_out": "a read-out in the place of its weights",
+    "use_eval_weights": "the evaluation weights",
+    "reading_out": "weights selected for evaluation",
 }
 # Mapped over all weights in every step: a loop in Python would take several times as long.
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
@@ -53,9 +53,9 @@ class OwnStepOnly:
         """Refuse, unless it is our own step."""
         if not self._ours:
             raise ConfigError(
-                "optimizer.step() was called after prepare(): gradients may still be scaled then, "
-                "and the optimizer hold other weights than the model; call step(loss) of what "
-                "prepare() returned, or release() it first"
+                "optimizer.step() was called after prepare(), when gradients may be scaled and "
+                "the optimizer may hold master weights. Call run.step(loss), or call "
+                "run.release() first."
             )
 
 
@@ -103,19 +103,20 @@ class Ownership:
         groups = [group["params"] for group in self._optimizer.param_groups]
         if len(groups) != len(self._groups) or not all(map(are_same, groups, self._groups)):
             raise ConfigError(
-                "the optimizer's parameters changed after prepare(), and those added would be "
-                "neither unscaled nor guarded; release(), change them, and prepare() again"
+                "The optimizer's parameters changed after prepare(), and the new ones would be "
+                "neither unscaled nor checked. Call release(), change them, and call prepare() "
+                "again."
             )
         if not all(map(_REQUIRES_GRAD, self._masters)):
             raise ConfigError(
-                "a weight was frozen by way of the optimizer's param_groups, which hold master "
-                "weights since prepare(); call requires_grad_(False) on the model's own weight"
+                "A weight was frozen through the optimizer's param_groups, which hold master "
+                "weights since prepare(). Call requires_grad_(False) on the weight of the model."
             )
         if name := self._homes.first_changed():
             raise ConfigError(
-                f"{name} of the model was replaced after prepare(): the new one has no policy, and "
-                "the optimizer does not hold it; release(), replace it, give the optimizer its "
-                "weights, and prepare() again"
+                f"{name} of the model was replaced after prepare(), so it has no policy and the "
+                "optimizer does not hold it. Call release(), replace it, add its weights to the "
+                "optimizer, and call prepare() again."
             )
         stored = _layout(self._weights)
         if stored != self._layout:
@@ -124,11 +125,10 @@ class Ownership:
             name, was, now = next((n, a, b) for n, a, b in each if a != b)
             module = name.rpartition(".")[0] or "NAME"
             raise ConfigError(
-                f"{name} is {_describe(now)}, and was {_describe(was)} after prepare(): how "
-                "weights are "
-                "kept is the policy's to say, and the optimizer's state would not follow; resize "
-                "the model, or call model.to(…), before prepare(), or, where the model casts it in "
-                f"its own forward, let it stay: `{module}: fp32` in the policy"
+                f"{name} changed after prepare() from {_describe(was)} to {_describe(now)}, which "
+                "the policy and the optimizer state do not follow. Resize the model or call "
+                "model.to(…) before prepare(). If the model casts the weight in its forward, "
+                f"write `{module}: fp32` in the policy."
             )
 
     @property
@@ -155,8 +155,8 @@ class Ownership:
         if self._stand_in is not None:
             block, _ = self._stand_in
             raise ConfigError(
-                f"{doing} was called inside {block}(), where the model holds "
-                f"{_STAND_INS[block]}; leave the block first"
+                f"{doing} was called inside {block}(), where the model holds {_STAND_INS[block]}. "
+                "Leave the block first."
             )
 
     def give_back(self) -> None:
@@ -179,25 +179,23 @@ def check_not_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     """Refuse a model, a part of one or an optimizer that a run has in its hands already."""
     if any(isinstance(hook, OwnStepOnly) for hook in optimizer._optimizer_step_pre_hooks.values()):
         raise ConfigError(
-            "this optimizer is prepared already; go on with what prepare() returned then, or call "
-            "release() on that first; where nobody has that any more, build model and optimizer "
-            "anew"
+            "This optimizer is already prepared. Use that run, or call release() on it first. If "
+            "you no longer have it, build the model and the optimizer again."
         )
     held = {p for group in optimizer.param_groups for p in group["params"]}
     for taken in list(_TAKEN):
         for name, module in model.named_modules():
             if module in taken.modules:
                 raise ConfigError(
-                    f"{name or 'this model'} is prepared already; go on with what prepare() "
-                    "returned then, or call release() on that first; models that share a module "
-                    "are prepared as one, an nn.ModuleList of them"
+                    f"{name or 'This model'} is already prepared. Use that run, or call release() "
+                    "on it first. Prepare models that share a module as one nn.ModuleList."
                 )
         shared = held & taken.weights
         for name, p in model.named_parameters():
             if p in shared:
                 raise ConfigError(
-                    f"{name} is trained by another run already; prepare the models that share it "
-                    "as one, an nn.ModuleList of them, or release() the other run first"
+                    f"{name} is already trained by another run. Prepare models that share it as "
+                    "one nn.ModuleList, or call release() on the other run first."
                 )
 
 
@@ -261,8 +259,8 @@ def check_not_resized(weight: Tensor, saved: Tensor | None) -> None:
     """Refuse to join a weight to what is kept beside it, where that is of another shape."""
     if saved is not None and saved.shape != weight.shape:
         raise ConfigError(
-            f"a weight is of shape {tuple(weight.shape)}, and was {tuple(saved.shape)} after "
-            "prepare(): its master weight has no more; resize the model before prepare()"
+            f"A weight changed shape after prepare() from {tuple(saved.shape)} to "
+            f"{tuple(weight.shape)}, unlike its master weight. Resize the model before prepare()."
         )
 
 

@@ -115,7 +115,7 @@ class TrainedWeights:
     def ownership(self) -> Ownership:
         """What notices changes behind our back; there is none once all was given back."""
         if self._ownership is None:
-            raise ConfigError("release() has undone this prepare(); call prepare() again")
+            raise ConfigError("This run was released. Call prepare() again.")
         return self._ownership
 
     def convert(self, before: Plan, plan: Plan, *, fused: bool, seed: int) -> None:
@@ -225,7 +225,9 @@ class TrainedWeights:
     def averaged_by_name(self) -> dict[str, Tensor]:
         """Return a copy of the model's state, in fp32 and with averages for the weights trained."""
         if self.average is None:
-            raise ConfigError("no average is kept; write ema_decay=0.999, or such, in prepare()")
+            raise ConfigError(
+                "This run has no EMA. Pass ema_decay to prepare(), for example ema_decay=0.999."
+            )
         return self.copied_by_name(self.averaged)
 
     def copied_by_name(self, get_value: ValueOf) -> dict[str, Tensor]:
@@ -355,7 +357,7 @@ def _check_not_thawed(narrow: Mapping[str, nn.Parameter]) -> None:
     for name, p in narrow.items():
         if p.grad is not None:
             raise ConfigError(
-                f"{name} was frozen at prepare(), in {p.dtype}, and has a gradient now, whose "
-                "updates those digits would lose; release(), call float() on it, and prepare() "
-                "again"
+                f"{name} was frozen in {p.dtype} at prepare() and has a gradient now, but "
+                f"{p.dtype} loses small updates. Call release(), call float() on it, and "
+                "prepare() again."
             )

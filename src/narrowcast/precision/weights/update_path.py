@@ -25,10 +25,10 @@ def update_path(
     if requested is False:
         if needed:
             raise ConfigError(
-                f"{needed} is kept by the fused optimizer only, and fused_optimizer=False was "
-                "given; leave fused_optimizer out, or leave moments out of the policy"
+                f"{needed} needs the fused optimizer, but fused_optimizer=False was passed. Leave "
+                "fused_optimizer out, or leave moments out of the policy."
             )
-        return False, f"{theirs}: fused_optimizer=False was given"
+        return False, f"{theirs}: fused_optimizer=False was passed"
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     why = _unsupported_reason(optimizer)
     if device.type == "cuda":
@@ -38,16 +38,16 @@ def update_path(
             what = needed or "fused_optimizer=True"
             instead = "leave moments out of the policy" if needed else "leave fused_optimizer out"
             raise UnsupportedError(
-                f"{what} needs the fused optimizer, but {why}; use plain torch.optim.AdamW or "
-                f"Adam on one device, or {instead}"
+                f"{what} needs the fused optimizer, but {why}. Use plain torch.optim.AdamW or "
+                f"Adam on one device, or {instead}."
             )
         return False, f"{theirs}: {why}"
     if device.type == "cuda":
         return True, "one pass over memory (Triton)"
     if requested or needed:
         why = needed or "fused_optimizer=True"
-        return True, f"the fused optimizer in plain torch: {why} was asked"
-    return False, f"{theirs}: without a GPU torch's own is as fast"
+        return True, f"the fused optimizer in plain torch, requested by {why}"
+    return False, f"{theirs}: as fast as the fused one without a GPU"
 
 
 def _optimizer_name(optimizer: torch.optim.Optimizer) -> str:
@@ -75,7 +75,7 @@ def unsupported_settings(optimizer: torch.optim.Optimizer) -> str:
     for group in optimizer.param_groups:
         for name in ("amsgrad", "maximize", "differentiable"):
             if group.get(name):
-                return f"{name} is not in the fused kernel"
+                return f"the fused kernel does not support {name}"
         if any(isinstance(beta, Tensor) for beta in group["betas"]):
             return "its betas are tensors"
     return ""
@@ -84,9 +84,9 @@ def unsupported_settings(optimizer: torch.optim.Optimizer) -> str:
 def _unsupported_reason(optimizer: torch.optim.Optimizer) -> str:
     """Say what about an optimizer the fused step cannot do; nothing where it can stand in."""
     if len(member_optimizers(optimizer)) > 1:
-        return "the fused kernel stands in for one optimizer, not for several"
+        return "the fused kernel supports one optimizer, not several"
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
-        return f"{type(optimizer).__name__} is not in the fused kernel"
+        return f"the fused kernel does not support {type(optimizer).__name__}"
     why = unsupported_settings(optimizer)
     if why:
         return why
@@ -99,5 +99,5 @@ def _unsupported_reason(optimizer: torch.optim.Optimizer) -> str:
         if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"a weight is {p.dtype}"
         if not is_dense(local_part(p)):
-            return "a weight's elements do not lie side by side in memory"
+            return "a weight is not contiguous in memory"
     return ""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from narrowcast.config.common.strategy import ReadoutSection, StrategySection
 from narrowcast.errors import ConfigError
 from narrowcast.precision.plan.policy import suggestion
-from narrowcast.precision.step.captured_step import SIGNATURES, CapturedStep
+from narrowcast.precision.step.captured_step import CapturedStep
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
@@ -153,9 +153,7 @@ class HybridRun:
         self._follow(outcome)
         return outcome
 
-    def graphed(
-        self, loss_fn: Callable[..., Tensor], *, signatures: int = SIGNATURES
-    ) -> CapturedStep:
+    def graphed(self, loss_fn: Callable[..., Tensor], *, signatures: int = 4) -> CapturedStep:
         """Return what takes whole steps with this loss; see `Prepared.graphed`."""
         return CapturedStep(
             self.prepared.engine,

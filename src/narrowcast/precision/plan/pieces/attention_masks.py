@@ -49,7 +49,7 @@ def why_masked(module: nn.Module) -> str:
     if why := reason_not_probed(module):
         return why
     if not hasattr(sys.modules[MASKING], PACKED):
-        return "this version of transformers makes masks in another way"
+        return "this version of transformers builds masks in a different way"
     if plain.main_input_name != "input_ids" and not _called_by(module) & _CAUSAL:
         return ""  # pictures: without an order of positions there is nothing to look for in them
     return _why_not_counted(module)
@@ -98,17 +98,17 @@ def _why_not_counted(module: nn.Module) -> str:
             plain.forward(twin, input_ids=tokens, use_cache=False)
     # Anything may go wrong in somebody else's forward that was not made for stand-ins.
     except NOT_RUN as error:
-        return f"{plain.__name__} could not be followed to its masks ({in_a_line(error)})"
+        return f"{plain.__name__} could not be traced to its masks ({in_a_line(error)})"
     finally:
         setattr(library, PACKED, theirs)
         if begun is not None:
             setattr(library, _BEGUN, begun)
     if any(each is not None for each in masks):
-        return f"{plain.__name__} makes a mask of its own where none is given"
+        return f"{plain.__name__} builds its own mask if none is passed"
     counted = torch.arange(3, device="cpu")
     if all(bool((each == counted).all()) for each in seen):
         return ""
-    return f"{plain.__name__} has positions of its own"
+    return f"{plain.__name__} uses its own positions"
 
 
 class _Inside:

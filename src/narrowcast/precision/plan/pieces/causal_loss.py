@@ -78,11 +78,11 @@ def _why_not(module: nn.Module, head_name: str) -> str:
         return f"{plain.__name__} has its head inside {head_name.rpartition('.')[0]}"
     if plain_class(head) is not nn.Linear or has_own_forward(head):
         kind = plain_class(head)
-        return f"{head_name} is no plain linear layer but a {kind.__module__}.{kind.__name__}"
+        return f"{head_name} is not a plain linear layer but a {kind.__module__}.{kind.__name__}"
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
-        return f"{plain.__name__} is an encoder and a decoder, and no causal model alone"
+        return f"{plain.__name__} is an encoder-decoder, not a causal model"
     if plain.loss_function.fget(module) is not standard_loss():
-        return f"{plain.__name__} has a loss of its own"
+        return f"{plain.__name__} computes its own loss"
     return _followed(module, head_name)
 
 
@@ -120,8 +120,8 @@ def _followed(module: nn.Module, head_name: str) -> str:
         )
     # Anything may go wrong in somebody else's forward that was not made for stand-ins.
     except NOT_RUN as error:
-        return f"{plain.__name__} could not be followed to its loss ({in_a_line(error)})"
-    return "" if unchanged else f"{plain.__name__} does more with its logits than take a loss"
+        return f"{plain.__name__} could not be traced to its loss ({in_a_line(error)})"
+    return "" if unchanged else f"{plain.__name__} uses its logits for more than the loss"
 
 
 def _takes_more(plain: type[nn.Module]) -> bool:

@@ -49,7 +49,7 @@ class GatedMlp:
 
 def reason_not_gelu(module: nn.Module) -> str:
     """Say why a GELU that is written out is not known; nothing where `gelu_approximation` is."""
-    return "" if gelu_approximation(module) else f"{plain_class(module).__name__} is no GELU"
+    return "" if gelu_approximation(module) else f"{plain_class(module).__name__} is not a GELU"
 
 
 def gelu_approximation(module: nn.Module) -> str:
@@ -81,10 +81,10 @@ def match_rotary(module: nn.Module) -> FunctionType | str:
     forward = plain_class(module).forward
     name = plain_class(module).__name__
     if why or not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
-        return why or f"{name} has a forward that something is wrapped around"
+        return why or f"{name} has a wrapped forward"
     turn = forward.__globals__.get(ROTARY)
     if ROTARY not in forward.__code__.co_names or not callable(turn) or not _turns_halves(turn):
-        return f"{name} turns its heads in another way"
+        return f"{name} rotates its heads in a different way"
     return forward
 
 

@@ -45,7 +45,7 @@ def match_rms_norm(module: nn.Module) -> RmsNorm | str:
         each for each in ("variance_epsilon", "eps") if isinstance(vars(module).get(each), float)
     ]
     if why or weight is None or weight.dim() != 1 or len(module._parameters) != 1 or len(own) != 1:
-        return why or f"{plain_class(module).__name__} is no norm that is known"
+        return why or f"{plain_class(module).__name__} is not a known norm"
     if weight.numel() > WIDEST:
         return f"its rows of {weight.numel()} are too wide"
     eps = get_epsilon(module)
@@ -65,19 +65,15 @@ def match_rms_norm(module: nn.Module) -> RmsNorm | str:
             # Some add a weight of 16 bits and the offset in 16 bits: a rounding more, of two.
             if _is_as_known(known, *residuals, within=2.0**-6):
                 return known
-    return f"{plain_class(module).__name__} is no norm that is known"
+    return f"{plain_class(module).__name__} is not a known norm"
 
 
 def _torchs_norm(module: nn.RMSNorm) -> RmsNorm | str:
     plain, weight = plain_class(module), module._parameters.get("weight")
     if has_own_forward(module) or plain.forward is not nn.RMSNorm.forward:
-        return f"{plain.__name__} has a forward of its own"
+        return f"{plain.__name__} overrides forward"
     if weight is None or weight.dim() != 1:
-        return (
-            "it has no weight of its own"
-            if weight is None
-            else "its rows are of several dimensions"
-        )
+        return "it has no weight" if weight is None else "its rows have several dimensions"
     if weight.numel() > WIDEST:
         return f"its rows of {weight.numel()} are too wide"
     eps = get_epsilon(module)
@@ -97,10 +93,10 @@ def reason_not_layer_norm(module: nn.Module) -> str:
     """Say why a layer norm of torch is not known; nothing where it is."""
     plain = plain_class(module)
     if has_own_forward(module) or plain.forward is not nn.LayerNorm.forward:
-        return f"{plain.__name__} has a forward of its own"
+        return f"{plain.__name__} overrides forward"
     weight = module._parameters.get("weight")
     if weight is None:
-        return "it has no weight of its own"
+        return "it has no weight"
     return "" if weight.numel() <= WIDEST else f"its rows of {weight.numel()} are too wide"
 
 

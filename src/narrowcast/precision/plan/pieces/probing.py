@@ -25,7 +25,7 @@ def reason_not_probed(module: nn.Module) -> str:
     """Say why a module's forward is not to be asked what it computes; nothing where it is."""
     plain = plain_class(module)
     if has_own_forward(module) or not plain.forward.__module__.startswith("transformers."):
-        return f"{plain.__name__} has a forward of its own"
+        return f"{plain.__name__} overrides forward"
     return ""
 
 
