@@ -113,7 +113,7 @@ def test_a_run_without_a_checkpoint_begins_again_in_its_folder(narrowcast, done)
     (done / "model.safetensors").unlink()
     ended = narrowcast("resume", done)
     assert ended.code == 0
-    assert "the beginning: it has no checkpoint yet" in ended.out
+    assert "the beginning, because there is no checkpoint yet" in ended.out
     assert same(records_of(done), straight)
     assert weights_of(done) == weights
 

@@ -79,7 +79,7 @@ def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(narrowcast, tiny,
     (out / "tensorboard").write_text("in the way")
     ended = narrowcast("resume", out, "steps=6", "trackers=[tensorboard]")
     assert ended.code == 0
-    assert ended.out.count("tensorboard failed and is told no more") == 1
+    assert ended.out.count("tensorboard failed and was disabled") == 1
     assert recorded(out)[-1].step == 6
 
 

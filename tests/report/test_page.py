@@ -154,12 +154,12 @@ def test_the_page_tells_what_became_of_the_tensors(healthy_folder):
     for said in (
         "Saturation in blocks.1.mlp.down (input) since step 150: amax 2,900 is beyond 448",
         "Keep it with precision.overrides.",
-        "blocks.1.mlp.down went from fp16 to bf16 at step 200, and is so at the end: saturated.",
+        "blocks.1.mlp.down went from fp16 to bf16 at step 200, and stayed so: saturated.",
         "4 modules, 8 tensors, sampled at 30 steps; the worst is input of blocks.1.mlp.down",
         "blocks.1.mlp.down · input",
         "above the format",
         "since 200",
-        "as asked",
+        "unchanged",
     ):
         assert said in page.text
     charts = [a["id"] for _, a in page.elements if a.get("class") == "chart"]
@@ -172,8 +172,8 @@ def test_the_page_tells_what_became_of_the_tensors(healthy_folder):
 
 def test_a_run_without_statistics_says_so(run_folder):
     text = page_of(run_folder).text
-    assert "No statistics of tensors were recorded." in text
-    assert "No format changed in the run" in text
+    assert "No tensor statistics were recorded." in text
+    assert "No format changed during the run" in text
 
 
 def test_the_page_tells_the_run(run_folder):
@@ -275,8 +275,8 @@ def never_scaled_to_zero(step):
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        (nothing, ["No step yet", "has not run a step", "No step is recorded"]),
-        (one_step, ["Unfinished", "1 of 100 steps", "never evaluated", "holds no evaluation"]),
+        (nothing, ["No step yet", "has not run a step", "No step has been recorded"]),
+        (one_step, ["Unfinished", "1 of 100 steps", "never evaluated", "has no evaluation"]),
         (never_finite, ["Loss not finite", "training loss never finite", "2 skipped (100 %)"]),
         (interrupted, ["Stopped", "2 of 100 steps", "narrowcast resume"]),
         (diverged, ["Diverged", "The last 58 steps were all skipped", "not finite in 58 steps"]),
@@ -292,7 +292,7 @@ def test_a_run_in_any_state_has_a_page_that_says_so(
     page = page_of(make_run(records(step), steps=100, plan=plan))
     assert page.unbalanced == []
     assert [text for text in said if text not in page.text] == []
-    assert ("The folder holds no plan." in page.text) is not planned
+    assert ("The folder has no plan." in page.text) is not planned
 
 
 def test_a_resumed_run_shows_where_its_sessions_differ(run_folder):
@@ -300,7 +300,7 @@ def test_a_resumed_run_shows_where_its_sessions_differ(run_folder):
         first = run.read_json("environment.json")["sessions"][0]
         run.add_session({**first, "torch": "2.14.0"})
     text = page_of(run_folder).text
-    assert "continued 1 time" in text
+    assert "resumed 1 time" in text
     assert "2.13.02.14.0" in text
     assert text.count("Example CPU") == 1
 
@@ -348,14 +348,14 @@ def test_a_page_is_about_what_the_task_counts_and_is_judged_by(
     page = write_report(folder).read_text()
     assert "Series per second" in page
     assert "okens" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
-    assert "Parts of the loss over 300 steps: reconstruction" in page
+    assert "Loss parts over 300 steps: reconstruction" in page
     assert "Evaluated accuracy" in page
     assert "Higher is better for accuracy; lower is better for loss." in page
 
 
 def test_a_page_of_a_loss_of_one_piece_does_not_speak_of_parts(run_folder):
     page = write_report(run_folder).read_text()
-    assert "Parts of the loss" not in page
+    assert "Loss parts" not in page
     assert "Higher is better" not in page
 
 

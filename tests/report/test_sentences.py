@@ -85,27 +85,29 @@ def test_skips_are_told_with_their_share(run_data_of, step):
 
 def test_changes_of_modules_say_whether_they_lasted(run_data_of, step):
     lasting = run_data_of([step(1), change(1, "a")], steps=1)
-    assert told(lasting) == ["`a` went from e4m3 to bf16 at step 1, and is so at the end."]
+    assert told(lasting) == ["`a` went from e4m3 to bf16 at step 1, and stayed so."]
     overruled = run_data_of([step(1), change(1, "a"), change(2, "", "fp16", "bf16")], steps=1)
-    assert told(overruled)[1] == "`a` went from e4m3 to bf16 at step 1, but not to the end."
+    assert told(overruled)[1] == "`a` went from e4m3 to bf16 at step 1, but not until the end."
     returned = run_data_of([step(1), change(1, "a"), change(2, "a", "bf16", "e4m3")], steps=1)
-    assert told(returned) == ["`a` changed its format in the run, back at the end."]
+    assert told(returned) == [
+        "`a` changed its format during the run, back to the original format at the end."
+    ]
     many = run_data_of([step(1), *(change(1, f"m{i}") for i in range(5))], steps=1)
     assert told(many) == [
-        "`m0`, `m1` and 3 other modules changed their formats in the run, 5 of them at the end."
+        "`m0`, `m1` and 3 other modules changed their formats during the run, 5 of them at the end."
     ]
 
 
 def test_phases_are_told_in_their_order(run_data_of, step):
     phases = [change(100, "", "fp32", "fp8-tensor"), change(900, "", "fp8-tensor", "bf16")]
     assert told(run_data_of([step(1), *phases], steps=1)) == [
-        "The policy changed in the run, at steps 100, 900: fp32 → fp8-tensor → bf16."
+        "The policy changed during the run, at steps 100, 900: fp32 → fp8-tensor → bf16."
     ]
 
 
 def test_a_calm_run_says_so(run_data_of, step):
     assert sentences(run_data_of([step(1)], steps=1)) == [
-        ("good", "No step was skipped and nothing was found.")
+        ("good", "No steps were skipped and there are no findings.")
     ]
 
 

@@ -29,7 +29,7 @@ def test_a_run_that_stopped_improving_is_finished_and_says_why(run_data_of, step
     data = judged(run_data_of, step, [3.0, 2.0, 2.5, 2.0], **settings)
     found = ending(data)
     assert (found.label, found.tone) == ("Finished", "good")
-    told = "The run ended early at step 4 of 10: loss had not improved for 2 evaluations."
+    told = "The run stopped early at step 4 of 10: loss had not improved for 2 evaluations."
     assert found.advice == told
     assert "for 4 of 10 steps" in headline(data)
 
@@ -168,7 +168,7 @@ def test_a_run_that_came_to_nothing_says_so_first(run_data_of, step):
     )
     found = ending(data)
     assert (found.label, found.tone) == ("Diverged", "bad")
-    assert "its weights are in its last checkpoint" in found.advice
+    assert "the weights are in the last checkpoint" in found.advice
     assert "inf in head" in found.advice
     # A run that is not over may come to something yet.
     going = run_data_of([step(1), skipped, *evals], steps=9)
@@ -189,14 +189,14 @@ def test_a_run_with_infinite_weights_says_so_first(run_data_of, step):
     )
     data = run_data_of([step(1), EvalRecord(step=1, metrics={"loss": 2.0}), found], steps=1)
     assert "the first head.weight" in headline(data)
-    assert "only a checkpoint of before" in ending(data).advice
+    assert "only a checkpoint from before" in ending(data).advice
 
 
 def test_the_facts_count_skips_tokens_and_time(run_data_of, step):
     records = [step(n, applied=n != 3, items=100, seconds=0.5) for n in range(1, 5)]
     found = {fact.label: (fact.value, fact.note) for fact in facts(run_data_of(records, steps=4))}
     assert found["Steps applied"] == ("3", "1 skipped (25 %)")
-    assert found["Tokens per second"] == ("200", "400 tokens in all")
+    assert found["Tokens per second"] == ("200", "400 tokens in total")
     assert found["Time in steps"] == ("2.0 s", "500 ms per step")
     assert found["Loss scale"] == ("65,536", "throughout")
 
@@ -215,7 +215,7 @@ def test_the_task_says_what_is_counted_and_how_its_headline_is_written(
     data = run_data_of(classifier_course, steps=300, task=classifier)
     found = {fact.label: (fact.value, fact.note) for fact in facts(data)}
     assert found["Evaluated accuracy"] == ("80.0%", "loss 2.000")
-    assert found["Series per second"][1].endswith("series in all")
+    assert found["Series per second"][1].endswith("series in total")
     assert "accuracy rose from 60.0% at step 100 to 80.0%; the training loss" in headline(data)
 
 

@@ -55,7 +55,7 @@ def write_page(target: Path, page: str) -> Path:
     """Write a page, whole or not at all."""
     if target.exists() and not target.is_file():
         kind = "folder" if target.is_dir() else "device or a pipe"
-        raise CheckpointError(f"cannot write {target}: it is a {kind}; name a file")
+        raise CheckpointError(f"cannot write {target} because it is a {kind}. Name a file")
     try:
         replace_file(target, page.encode())
     except OSError as error:

@@ -144,7 +144,7 @@ class RunData:
         """What is wrong with a run that has done its steps or gave up; nothing if nothing is."""
         if self.is_done:
             return self.vitals.diverged
-        return f"it gave up at step {self.steps[-1].step}" if self.gave_up else ""
+        return f"it stopped at step {self.steps[-1].step}" if self.gave_up else ""
 
     @property
     def gave_up(self) -> int:

@@ -28,7 +28,7 @@ def sentences(data: RunData) -> list[tuple[Tone, str]]:
     lines += _changes(data)
     lines += _skips(data)
     if not lines:
-        lines.append(("good", "No step was skipped and nothing was found."))
+        lines.append(("good", "No steps were skipped and there are no findings."))
     return lines
 
 
@@ -84,7 +84,7 @@ def _changes(data: RunData) -> list[tuple[Tone, str]]:
         course = " → ".join([phases[0].before, *(r.after for r in phases)])
         at = ", ".join(count(r.step) for r in phases[:6])
         noun = "step" if len(phases) == 1 else "steps"
-        notice.append(("fair", f"The policy changed in the run, at {noun} {at}: {course}."))
+        notice.append(("fair", f"The policy changed during the run, at {noun} {at}: {course}."))
     ended = active_formats(data.modules, data.changes, phases=data.phases)
     single = [r for r in data.changes if r.module not in WHOLE]
     if len(single) == 1:
@@ -92,17 +92,25 @@ def _changes(data: RunData) -> list[tuple[Tone, str]]:
     elif single:
         names = sorted({r.module for r in single})
         one = len(names) == 1
-        stay = f"{count(ended.changed)} of them at the end" if ended.changed else "none at the end"
+        stay = (
+            f"{count(ended.changed)} of them at the end"
+            if ended.changed
+            else ("none of them at the end")
+        )
         if one:
-            stay = "still so at the end" if ended.changed else "back at the end"
+            stay = (
+                "still changed at the end"
+                if ended.changed
+                else ("back to the original format at the end")
+            )
         changed = "changed its format" if one else "changed their formats"
-        notice.append(("fair", f"{_listed(names)} {changed} in the run, {stay}."))
+        notice.append(("fair", f"{_listed(names)} {changed} during the run, {stay}."))
     return notice
 
 
 def _one_change(change: PrecisionRecord, *, stayed: bool) -> str:
     why = f": {change.reason.rstrip('.')}" if change.reason else ""
-    end = "and is so at the end" if stayed else "but not to the end"
+    end = "and stayed so" if stayed else "but not until the end"
     return (
         f"`{change.module}` went from {change.before} to {change.after} at step "
         f"{count(change.step)}, {end}{why}."

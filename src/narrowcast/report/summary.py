@@ -52,8 +52,10 @@ def ending(data: RunData) -> RunEnding:
         return RunEnding(
             label="No step yet",
             tone="fair",
-            advice="The folder holds no record of a step: the run is still starting, or ended "
-            "before its first step.",
+            advice=(
+                "The folder has no record of a step. The run is still starting, or ended before "
+                "its first step."
+            ),
         )
     if data.gave_up:
         return RunEnding(label="Diverged", tone="bad", advice=_gave_up(data))
@@ -64,9 +66,11 @@ def ending(data: RunData) -> RunEnding:
         return RunEnding(
             label="Loss not finite",
             tone="bad",
-            advice=f"The training loss has not been a finite number since step {count(lost)}. "
-            "Steps with a non-finite gradient are skipped, so the weights are those of the last "
-            "applied step.",
+            advice=(
+                f"The training loss has not been finite since step {count(lost)}. Steps with "
+                "non-finite gradients are skipped, so the weights are those of the last applied "
+                "step."
+            ),
         )
     if done >= requested or data.is_done:
         return RunEnding(label="Finished", tone="good", advice=_how_it_ended(data))
@@ -76,8 +80,10 @@ def ending(data: RunData) -> RunEnding:
         return RunEnding(
             label="Stopped",
             tone="fair",
-            advice=f"The run stopped after {progress}, with a checkpoint at its last one; "
-            "`narrowcast resume` continues it from there.",
+            advice=(
+                f"The run stopped after {progress}, with a checkpoint at the last step. "
+                "`narrowcast resume` continues it from there."
+            ),
         )
     where = (
         "There is no checkpoint to resume from."
@@ -87,8 +93,10 @@ def ending(data: RunData) -> RunEnding:
     return RunEnding(
         label="Unfinished",
         tone="fair",
-        advice=f"The records end after {progress}: the run was still going when this page was "
-        f"written, or it was cut off. {where}",
+        advice=(
+            f"The records end after {progress}. The run was still in progress when this page was "
+            f"written, or it was killed. {where}"
+        ),
     )
 
 
@@ -99,11 +107,13 @@ def _how_it_ended(data: RunData) -> str:
     lines, metric = list[str](), data.task.headline
     done, request = count(len(data.steps)), count(data.requested_steps)
     if data.ended_early:
-        lines.append(f"The run ended early at step {done} of {request}: {data.ended_early}.")
+        lines.append(f"The run stopped early at step {done} of {request}: {data.ended_early}.")
     if data.exported is not None:
         step, best = data.exported
         result = f"{said(metric.name)} {measured(metric, best)}"
-        lines.append(f"Its weights are those of step {count(step)}, the best evaluation: {result}.")
+        lines.append(
+            f"The exported weights are those of step {count(step)}, the best evaluation: {result}."
+        )
     return " ".join(lines)
 
 
@@ -147,23 +157,23 @@ def _in_policy(data: RunData) -> str:
 
 def _came_to_nothing(data: RunData) -> str:
     """Say what is left of a run that has done its steps and diverged."""
-    left = "its weights are in its last checkpoint"
+    left = "the weights are in the last checkpoint"
     if data.vitals.weights:
-        left = "only a checkpoint of before its weights were lost is of any use"
+        left = "only a checkpoint from before the weights became non-finite is useful"
     why = next((r.skip_reason for r in reversed(data.steps) if r.skip_reason), "")
-    reason = f" The last reason given for a skipped step: {why}." if why else ""
-    return f"The run has done its steps and came to nothing; {left}.{reason}"
+    reason = f" Last reason for a skipped step: {why}." if why else ""
+    return f"The run finished its steps but diverged; {left}.{reason}"
 
 
 def _gave_up(data: RunData) -> str:
     """Say how a run gave up."""
     last = data.steps[-1]
-    reason = f" The last reason given: {last.skip_reason}." if last.skip_reason else ""
+    reason = f" Last reason: {last.skip_reason}." if last.skip_reason else ""
     module = next((r.module for r in reversed(data.findings) if r.module), "")
     where = f" Look at {module} first." if module else ""
     return (
         f"The last {count(data.gave_up, 'step')} were all skipped{at_scale(last.loss_scale)}, so "
-        f"the run gave up at step {count(last.step)}.{reason}{where}"
+        f"the run stopped at step {count(last.step)}.{reason}{where}"
     )
 
 
@@ -262,7 +272,7 @@ def _speed_facts(data: RunData) -> list[Fact]:
         Fact(
             label=f"{capital(units)} per second",
             value=large(items / seconds),
-            note=f"{large(items)} {units} in all",
+            note=f"{large(items)} {units} in total",
         ),
         Fact(label="Time in steps", value=duration(seconds), note=f"{duration(typical)} per step"),
     ]

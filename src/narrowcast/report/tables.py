@@ -246,9 +246,13 @@ def speed_table(data: RunData) -> list[tuple[str, str, str]]:
     rows = [
         ("Time in steps", duration(total), f"{count(len(seconds), 'step')}"),
         ("Per step", duration(quantile(seconds, 0.5)), "median"),
-        ("95 % of steps below", duration(quantile(seconds, 0.95)), ""),
+        ("95th percentile", duration(quantile(seconds, 0.95)), ""),
         ("Slowest step", duration(slowest.seconds), f"step {count(slowest.step)}"),
-        (f"{capital(data.task.units)} per second", large(items / total), f"{large(items)} in all"),
+        (
+            f"{capital(data.task.units)} per second",
+            large(items / total),
+            (f"{large(items)} in total"),
+        ),
     ]
     if skipped > 0:
         rows.append(("In skipped steps", duration(skipped), share(skipped, total)))

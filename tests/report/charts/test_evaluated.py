@@ -13,7 +13,8 @@ def test_a_headline_that_is_no_loss_has_a_chart_that_says_which_way_is_better(da
     chart = headline_chart(data)
     assert chart.title == "Evaluated accuracy"
     assert (
-        chart.alt == "Accuracy, evaluated 3 times: 60.0% at first, 80.0% at last; higher is better."
+        chart.alt
+        == "Accuracy, evaluated 3 times: 60.0% at the start, 80.0% at the end; higher is better."
     )
     assert chart.note == "Higher is better."
     assert chart.data[0]["text"] == ["60.0%", "70.0%", "80.0%"]

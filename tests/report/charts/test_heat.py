@@ -178,4 +178,4 @@ def test_records_in_any_order_give_the_same_map(target, sample, tensor):
 
 def test_no_tensor_is_called_worst_where_no_cast_lost_anything():
     heat = heat_map([a_record(1, None, 0.0), a_record(2, None, 0.0)])
-    assert heat.alt.endswith("sampled at 2 steps; no cast lost anything.")
+    assert heat.alt.endswith("sampled at 2 steps; no cast lost any values.")

@@ -19,8 +19,8 @@ def test_each_part_has_a_line_with_its_name_in_the_legend(chart):
 
 
 def test_a_sentence_says_what_the_lines_show(chart):
-    assert chart.alt.startswith("Parts of the loss over 300 steps: reconstruction ")
-    assert "; sparsity 0.2510 at first, 0.5500 at last." in chart.alt
+    assert chart.alt.startswith("Loss parts over 300 steps: reconstruction ")
+    assert "; sparsity 0.2510 at the start, 0.5500 at the end." in chart.alt
 
 
 def test_lines_differ_in_more_than_their_colour(chart):

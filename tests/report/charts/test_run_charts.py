@@ -70,7 +70,7 @@ def test_losses_that_are_not_finite_are_gaps_and_strict_json(run_data_of, step):
     chart = loss_chart(run_data_of([step(n, loss=y) for n, y in enumerate(losses, 1)], steps=4))
     assert chart.data[0]["y"] == [3.0, None, None, 2.0]
     assert json.dumps(chart.data, allow_nan=False)
-    assert chart.note == "The loss was not finite in 2 steps: gaps in the line."
+    assert chart.note == "The loss was not finite in 2 steps, shown as gaps in the line."
     assert "not finite in 2 steps" in chart.alt
 
 
@@ -81,7 +81,7 @@ def test_a_rare_spike_is_cut_off_and_told(run_data_of, step):
     low, high = chart.layout["yaxis"]["range"]
     assert low < min(losses)
     assert 6 < high < 10
-    assert chart.note == "1 step above the frame: double-click to see all."
+    assert chart.note == "1 step above the frame. Double-click to show all."
 
 
 def test_the_high_losses_of_the_first_steps_stay_in_the_frame(data):

@@ -52,7 +52,7 @@ def test_the_range_behind_the_bars_is_the_format_s(exponents_of, tensor):
     normal, subnormal = chart.layout["shapes"]
     assert (normal["x0"], normal["x1"]) == (-6.5, 8.5)
     assert (subnormal["x0"], subnormal["x1"]) == (-10.5, -6.5)
-    assert "all of it within the format" in chart.note
+    assert "all values within the range of the format" in chart.note
 
 
 def test_a_wide_format_does_not_flatten_the_bars(exponents_of, tensor):
@@ -87,7 +87,7 @@ def test_a_tensor_that_lost_digits_comes_before_one_that_lost_nothing(exponents_
 def test_more_than_a_few_are_counted(exponents_of, tensor):
     records = [exponents_of(1, f"m{i}", "input", "e4m3", tensor(1.0)) for i in range(15)]
     assert len(spread_charts(records)) == MOST_CHARTS
-    assert spread_note(records) == "6 of 15 tensors are drawn; the rest are in records.jsonl."
+    assert spread_note(records) == "6 of 15 tensors are shown. The rest are in records.jsonl."
     assert spread_note(records[:6]) == ""
 
 

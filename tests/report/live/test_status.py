@@ -82,7 +82,7 @@ def test_a_finished_run_is_finished_at_once_where_locks_do_not_tell():
 
 
 def test_a_folder_that_is_gone_is_said_to_be():
-    assert judged(HALF_WAY, missing=True) == ("Folder is gone", False)
+    assert judged(HALF_WAY, missing=True) == ("Folder removed", False)
 
 
 def test_what_to_type_next_is_a_command_a_shell_takes():

@@ -100,7 +100,7 @@ def test_the_recipe_is_read_again_when_a_run_is_continued(make_run, open_page, s
     time.sleep(2)
     page.look()
     assert page.head["progress"] == "Step 3 of 8"
-    assert page.head["began"].endswith("continued 1 time")
+    assert page.head["began"].endswith("resumed 1 time")
 
 
 def test_a_folder_that_disappears_leaves_what_was_read(make_run, open_page, step):
@@ -108,7 +108,7 @@ def test_a_folder_that_disappears_leaves_what_was_read(make_run, open_page, step
     page = open_page(folder).look()
     shutil.rmtree(folder)
     page.look()
-    assert page.head["state"]["label"] == "Folder is gone"
+    assert page.head["state"]["label"] == "Folder removed"
     assert page.steps == [1]
     make_run([step(1, seconds=0.7), step(2)], steps=10)
     assert page.look().steps == [1, 2]

@@ -38,7 +38,7 @@ def test_a_tracker_that_fails_says_so_once_and_the_others_go_on(step):
     assert fragile.seen == [1]
     assert sound.seen == [1, 2, 3, "closed"]
     assert len(told) == 1
-    assert told[0].startswith("one failed and is told no more (RuntimeError: the disk is full)")
+    assert told[0].startswith("one failed and was disabled (RuntimeError: the disk is full)")
 
 
 def test_a_tracker_that_cannot_be_opened_is_left_out(step):

@@ -219,7 +219,7 @@ def _alt(matches: Sequence[Tensor], first: Tensor, *, steps: Sequence[int]) -> s
     broke = first.broke()
     sampled = f"{modules}, {count(len(matches), 'tensor')}, sampled at {count(len(steps), 'step')}"
     if broke is None and not parts and not first.worst("snr_db"):
-        return f"{sampled}; no cast lost anything."
+        return f"{sampled}; no cast lost any values."
     which = "worst" if broke is None else f"first to break, at step {count(steps[broke])},"
     return (
         f"{sampled}; the {which} is {first.role} of {first.module or 'the model itself'} in "

@@ -34,7 +34,7 @@ _TICKS: dict[str, dict[str, Any]] = {
     "lost": {"tickformat": ".3~p"},
     "lr": {"exponentformat": "e"},
 }
-_NOTES = {"lost": "Share of weights whose update rounded to nothing."}
+_NOTES = {"lost": "Fraction of weights whose update was lost to rounding."}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,11 @@ def scale_chart(data: RunData) -> Chart | None:
     return Chart(
         name="scale",
         title="Loss scale",
-        alt=f"Loss scale on an axis of powers of two: {scale(scales[0])} at the first step, "
-        f"{scale(scales[-1])} at the last; {count(sum(m.steps for m in marks), 'step')} skipped.",
+        alt=(
+            f"Loss scale on a log2 axis: {scale(scales[0])} at the first step, "
+            f"{scale(scales[-1])} at the last; {count(sum(m.steps for m in marks), 'step')} "
+            "skipped."
+        ),
         data=traces,
         layout=layout,
     )
@@ -137,7 +140,7 @@ def headline_chart(data: RunData) -> Chart | None:
         layout["yaxis"]["tickformat"] = drawing.PERCENT
     course = measured(metric, curve.finite[-1])
     if len(curve.finite) > 1:
-        course = f"{measured(metric, curve.finite[0])} at first, {course} at last"
+        course = f"{measured(metric, curve.finite[0])} at the start, {course} at the end"
     return Chart(
         name="headline",
         title=f"Evaluated {name}",
@@ -160,7 +163,7 @@ def parts_chart(data: RunData) -> Chart | None:
         for place, (name, curve) in enumerate(curves.items())
     ]
     labels = [
-        f"{said(name)} {value(curve.finite[0])} at first, {value(curve.finite[-1])} at last"
+        f"{said(name)} {value(curve.finite[0])} at the start, {value(curve.finite[-1])} at the end"
         for name, curve in curves.items()
     ]
     lowest = min(min(curve.finite) for curve in curves.values())
@@ -168,8 +171,8 @@ def parts_chart(data: RunData) -> Chart | None:
     layout["showlegend"] = True
     return Chart(
         name="parts",
-        title="Parts of the loss",
-        alt=f"Parts of the loss over {count(len(data.steps), 'step')}: {'; '.join(labels)}.",
+        title="Loss parts",
+        alt=f"Loss parts over {count(len(data.steps), 'step')}: {'; '.join(labels)}.",
         data=traces,
         layout=layout,
         note=f"Each line is the median of {window} steps." if window > 1 else "",
@@ -271,12 +274,14 @@ def _loss_note(whole: Series, marks: Sequence[Mark], *, top: float | None) -> st
     notes = []
     lost = len(whole.values) - len(whole.finite)
     if lost:
-        notes.append(f"The loss was not finite in {count(lost, 'step')}: gaps in the line.")
+        notes.append(
+            f"The loss was not finite in {count(lost, 'step')}, shown as gaps in the line."
+        )
     if top is not None:
         above = sum(y > top for y in whole.finite)
-        notes.append(f"{count(above, 'step')} above the frame: double-click to see all.")
+        notes.append(f"{count(above, 'step')} above the frame. Double-click to show all.")
     if len(drawn(marks)) < len(marks):
-        notes.append("Skipped steps that lie close together share a mark.")
+        notes.append("Skipped steps that are close together share one mark.")
     return " ".join(notes)
 
 
@@ -284,7 +289,7 @@ def _changes_alt(data: RunData) -> str:
     if not data.changes:
         return ""
     first = count(data.changes[0].step)
-    return f" {count(len(data.changes), 'change')} of format, the first at step {first}."
+    return f" {count(len(data.changes), 'format change')}, the first at step {first}."
 
 
 def _loss_alt(whole: Series, evals: Series, marks: Sequence[Mark]) -> str:
@@ -292,12 +297,12 @@ def _loss_alt(whole: Series, evals: Series, marks: Sequence[Mark]) -> str:
     if whole.finite:
         parts.append(
             f"Training loss over {count(len(whole.steps), 'step')}: {value(whole.finite[0])} at "
-            f"first, {value(whole.finite[-1])} at last"
+            f"the start, {value(whole.finite[-1])} at the end"
         )
     lost = len(whole.values) - len(whole.finite)
     if lost:
         parts.append(f"not finite in {count(lost, 'step')}")
     if evals.finite:
         times = count(len(evals.steps), "time")
-        parts.append(f"evaluated {times}, {value(evals.finite[-1])} at last")
+        parts.append(f"evaluated {times}, {value(evals.finite[-1])} at the end")
     return "; ".join([*parts, f"{count(sum(m.steps for m in marks), 'step')} skipped"]) + "."

@@ -61,7 +61,7 @@ def spread_note(records: Sequence[ExponentRecord]) -> str:
     tensors = len({(r.module, r.role) for r in records if sum(r.counts)})
     if tensors <= MOST_CHARTS:
         return ""
-    return f"{MOST_CHARTS} of {count(tensors)} tensors are drawn; the rest are in records.jsonl."
+    return f"{MOST_CHARTS} of {count(tensors)} tensors are shown. The rest are in records.jsonl."
 
 
 def _rank(record: ExponentRecord) -> tuple[float, float, int]:
@@ -93,7 +93,9 @@ def _chart(record: ExponentRecord, number: int) -> Chart:
     lost = [f"{proportion(below)} below"] * (below > 0) + [f"{proportion(above)} above"] * (
         above > 0
     )
-    message = f"{' and '.join(lost)} the format" if lost else "all of it within the format"
+    message = (
+        f"{' and '.join(lost)} the format" if lost else "all values within the range of the format"
+    )
     layout = drawing.layout([low, high], height=HEIGHT)
     layout.update(
         meta=f"spread{number}",

@@ -40,35 +40,37 @@ def cautions(
     data = different_data(differing)
     if data:
         yield (
-            f"The runs read different data ({', '.join(data)}): their losses measure different "
-            "things, and only speed and skips compare."
+            f"The runs use different data ({', '.join(data)}), so their losses cannot be "
+            "compared. Only speed and skipped steps can."
         )
     several = causes(differing)
     if len(several) > 1:
         yield (
             f"The runs differ in {count(len(several))} settings ({', '.join(several)}), so a "
-            "difference between them may come from any of these. Compare runs that differ in one."
+            "difference may come from any of them. Compare runs that differ in one setting."
         )
     yield from _learning_rates(grouped, differing, step=step)
     differing_machine = [key for key in _MACHINE if len({_machine(run, key) for run in runs}) > 1]
     if differing_machine:
         differences = ", ".join(differing_machine)
-        yield f"The runs used different machines ({differences}), so times also compare those."
+        yield (
+            f"The runs used different machines ({differences}), so times cannot be compared "
+            "directly."
+        )
     yield from _seeds(grouped)
     for run in runs:
         requested, done = run.data.requested_steps, run.data.steps[-1].step
         if early := run.data.ended_early:
-            yield f"{run.label} ended early at step {count(done)} of {count(requested)}: {early}."
+            yield f"{run.label} stopped early at step {count(done)} of {count(requested)}: {early}."
         elif done < requested:
             yield f"{run.label} has done {count(done)} of its {count(requested, 'step')}."
         if run.data.diverged:
-            yield f"{run.label} has diverged and is not called best: {run.data.diverged}."
+            yield f"{run.label} has diverged and is not ranked: {run.data.diverged}."
     separate = [run.label for run in runs if (p := run.at_step(step)) and p.step != step]
     if separate:
         yield (
-            f"The runs were not evaluated at the same steps; of {', '.join(separate)} the last "
-            "value "
-            f"before step {count(step)} is taken."
+            f"The runs were not evaluated at the same steps. For {', '.join(separate)}, the last "
+            f"value before step {count(step)} is used."
         )
 
 
@@ -93,13 +95,13 @@ def _machine(run: ComparedRun, key: str) -> str:
 def _seeds(grouped: Sequence[Sequence[ComparedRun]]) -> Iterator[str]:
     if all(len({str(run.seed) for run in members}) < 2 for members in grouped):
         yield (
-            "There is one seed of each, so nothing says whether a difference is more than chance; "
-            "train again with seed=1, seed=2 and compare all."
+            "Each group has a single seed, so differences may be due to chance. Train again "
+            "with seed=1, seed=2 and compare all runs."
         )
     for members in grouped:
         for seed, times in Counter(str(run.seed) for run in members).items():
             if times > 1:
                 yield (
-                    f"{count(times)} runs share recipe and seed {seed}: they are one repetition, "
-                    "averaged, not so many seeds."
+                    f"{count(times)} runs share the recipe and seed {seed}. They are averaged "
+                    "and count as one."
                 )

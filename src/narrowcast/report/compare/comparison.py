@@ -52,8 +52,8 @@ class Comparison:
 
 
 INTERVAL = (
-    "95 % t-interval of the mean over seeds, mean ± t · s / √n; a difference is taken seed by seed "
-    "where both have the same seeds, and by Welch's interval where not"
+    "95 % t-interval of the mean over seeds, mean ± t · s / √n; differences are paired by seed "
+    "if both groups have the same seeds, and use Welch's interval if not"
 )
 
 
@@ -68,7 +68,7 @@ def compare(
     """
     _check_repeated(folders)
     if target is not None and not math.isfinite(target):
-        raise ConfigError(f"--target {target}: no run can reach it; write a finite number")
+        raise ConfigError(f"--target must be a finite number, got {target}")
     results = read_runs(folders)
     _check_workloads(results)
     judged = _shared_metric(results, metric)
@@ -96,8 +96,8 @@ def compare(
 def _check_repeated(folders: Sequence[str]) -> None:
     if len({Path(folder).resolve() for folder in folders}) < max(2, len(folders)):
         raise ConfigError(
-            "compare needs two or more different run folders; write "
-            "`narrowcast compare runs/a runs/b`"
+            "compare needs two or more different run folders. Write `narrowcast compare runs/a "
+            "runs/b`"
         )
 
 
@@ -106,8 +106,8 @@ def _check_workloads(result: Mapping[str, RunData]) -> None:
     if len(set(workloads.values())) > 1:
         message = ", ".join(f"{label} is {name}" for label, name in workloads.items())
         raise ConfigError(
-            f"the runs train different things, and their metrics do not compare: {message}; "
-            "name runs of one workload"
+            f"The runs have different workloads, so their metrics cannot be compared: {message}. "
+            "Name runs of one workload"
         )
 
 
@@ -120,7 +120,7 @@ def _shared_metric(matched: Mapping[str, RunData], requested: str | None) -> Met
     if requested not in shared:
         named = [repr(name) if " " in name else name for name in shared]
         raise ConfigError(
-            f"--metric {requested}: not every run was evaluated by it; write one of "
+            f"--metric must be a metric that every run has, got {requested}. Write one of "
             f"{', '.join(named)}"
         )
     return shared[requested]
@@ -130,8 +130,8 @@ def _check_comparable(runs: Sequence[ComparedRun], metric: str) -> None:
     lost = [run.label for run in runs if not run.points]
     if lost:
         raise ConfigError(
-            f"{metric} was never finite in {', '.join(lost)}; leave it out, or name another "
-            "--metric"
+            f"{metric} was never finite in {', '.join(lost)}. Leave that run out, or choose "
+            "another --metric"
         )
 
 

@@ -45,7 +45,7 @@ def _by_step(comparison: Comparison) -> Chart:
         data=data,
         layout=_layout(comparison, _step, axis="step"),
         log_switch=_positive(comparison),
-        note="A line is the mean over seeds, the band its 95 % interval."
+        note="Lines are means over seeds, bands are 95 % intervals."
         if any(len(group.seeds) > 1 for group in comparison.groups)
         else "",
     )
@@ -67,14 +67,16 @@ def _by_seconds(comparison: Comparison) -> Chart:
     ]
     return Chart(
         name="byseconds",
-        title=f"{capital(metric_text(terms.metric))} over seconds in steps",
+        title=f"{capital(metric_text(terms.metric))} over training time",
         alt=_alt(comparison, "at_seconds", when=f"After {duration(terms.seconds)}"),
         data=data,
         layout=layout,
         log_switch=_positive(comparison),
-        note=f"Each run has its line. Dotted: {duration(terms.seconds)}, where the shortest run "
-        f"ends, and {measured(terms.metric, terms.target)}, the value whose time the table has. "
-        "Seconds are those spent in steps, without evaluations and checkpoints.",
+        note=(
+            f"One line per run. The dotted lines mark {duration(terms.seconds)}, where the "
+            f"shortest run ends, and {measured(terms.metric, terms.target)}, the target value of "
+            "the table. Only time in training steps counts, excluding evaluations and checkpoints."
+        ),
     )
 
 

@@ -43,12 +43,12 @@ def headline(comparison: Comparison) -> str:
     terms, best = comparison.terms, _best(comparison)
     metric = metric_text(terms.metric)
     if different_data(comparison.differing):
-        return f"The runs read different data, so their {metric} does not compare."
+        return f"The runs use different data, so their {metric} cannot be compared."
     first = comparison.groups[0]
     if best is None and any(group.diverged for group in comparison.groups):
-        return "Every group has runs that diverged, so none is best."
+        return "Every group has runs that diverged, so there is no best one."
     if best is None or best.at_step is None or first.at_step is None:
-        return f"No group tells its {metric} at step {count(terms.step)}."
+        return f"No group has a value of {metric} at step {count(terms.step)}."
     if len(comparison.groups) == 1:
         result = f"{metric} {interval(best.at_step, terms.metric)} at step {count(terms.step)}"
         return f"{best.label}: {result}, over {count(len(best.seeds), 'seed')}."
@@ -63,8 +63,8 @@ def headline(comparison: Comparison) -> str:
         return f"{message}."
     alike = [g.label for g, gap in zip(rivals, gaps, strict=True) if gap and _may_be_nothing(gap)]
     if not alike:
-        return f"{message}, and the difference from every other is more than chance."
-    return f"{message}, but the seeds do not tell it apart from {' or '.join(alike)}."
+        return f"{message}. The difference from every other group is statistically significant."
+    return f"{message}. The difference from {' and '.join(alike)} is not statistically significant."
 
 
 def metric_text(metric: Metric) -> str:
@@ -79,7 +79,7 @@ def titles(comparison: Comparison) -> dict[str, str]:
     terms = comparison.terms
     return {
         "at_step": f"{metric_text(terms.metric)} at step {count(terms.step)}",
-        "against": "against the first",
+        "against": "vs. first",
         "at_seconds": f"after {duration(terms.seconds)}",
         "seconds_to": f"time to {measured(terms.metric, terms.target)}",
         "speed": f"{terms.units}/s",

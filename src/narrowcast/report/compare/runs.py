@@ -84,8 +84,7 @@ def read_runs(folders: Sequence[str]) -> dict[str, RunData]:
     empty = [folder for folder, data in results.items() if not data.steps]
     if empty:
         raise CheckpointError(
-            f"{', '.join(empty)} holds no step yet, so there is nothing to compare; leave it out, "
-            "or wait for the run"
+            f"{', '.join(empty)} has no recorded step yet. Leave it out, or wait for the run"
         )
     return results
 

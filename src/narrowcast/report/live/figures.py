@@ -61,7 +61,7 @@ def _parts() -> dict[str, Any]:
         drawing.one_of_many(_NOTHING, name="", index=location, width=1.75) | {"mode": "lines"}
         for location in range(drawing.COLOURS)
     ]
-    return {"title": "Parts of the loss", "data": lines, "layout": layout}
+    return {"title": "Loss parts", "data": lines, "layout": layout}
 
 
 def _scale() -> dict[str, Any]:

@@ -139,7 +139,7 @@ def _began(sessions: tuple[Mapping[str, Any], ...]) -> str:
         return ""
     started = _text(sessions[0].get("started")).replace("T", " ").replace("+00:00", " UTC")
     again = len(sessions) - 1
-    return f"began {started}" + (f", continued {count(again, 'time')}" if again else "")
+    return f"began {started}" + (f", resumed {count(again, 'time')}" if again else "")
 
 
 def _text(matched: object) -> str:

@@ -98,7 +98,7 @@ class WatchServer(socketserver.ThreadingTCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Note what went wrong with one request; a page that is closed is the usual case."""
-        _log.debug("a request ended early", exc_info=True)
+        _log.debug("a request was cut short", exc_info=True)
 
 
 @final
@@ -116,7 +116,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _method_not_allowed(self) -> None:
-        self._say(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD", Allow="GET, HEAD")
+        self._say(
+            HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are supported", Allow="GET, HEAD"
+        )
 
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _method_not_allowed  # noqa: N815
     do_TRACE = do_CONNECT = _method_not_allowed  # noqa: N815
@@ -124,14 +126,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         path = self.path.partition("?")[0]
         if not self._is_for_us(path):
-            self._say(HTTPStatus.FORBIDDEN, "this page is at localhost only")
+            self._say(HTTPStatus.FORBIDDEN, "this page is available on localhost only")
             return
         if path == EVENTS:
             self._stream(with_body=with_body)
         elif (document := documents().get(path)) is not None:
             self._send(document, with_body=with_body)
         else:
-            self._say(HTTPStatus.NOT_FOUND, "there is no such page")
+            self._say(HTTPStatus.NOT_FOUND, "no such page")
 
     def _is_for_us(self, path: str) -> bool:
         """Say whether the request names this machine, and no page elsewhere has made it."""
@@ -163,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self, *, with_body: bool) -> None:
         """Send what happens as it happens, until the page is closed or the server ends."""
         if not self.server.streams.acquire(blocking=False):
-            self._say(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open")
+            self._say(HTTPStatus.SERVICE_UNAVAILABLE, "too many open pages")
             return
         try:
             self._begin(HTTPStatus.OK, "text/event-stream; charset=utf-8")
@@ -216,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse what is no request without repeating it."""
         self.close_connection = True
-        self._say(HTTPStatus(code), "this is not a request that can be answered")
+        self._say(HTTPStatus(code), "bad request")
 
     def version_string(self) -> str:
         """Name the program, not its versions."""

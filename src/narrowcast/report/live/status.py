@@ -54,14 +54,16 @@ def status(
     is how many seconds ago the run last wrote.
     """
     if missing:
-        return RunEnding(label="Folder is gone", tone="bad", advice=_gone(folder)), False
+        return RunEnding(label="Folder removed", tone="bad", advice=_gone(folder)), False
     at_work = _at_work(course, held=held, quiet=quiet)
     if not at_work:
         silent = f"nothing was written for {duration(quiet // 60 * 60)}"
-        sign = "no process works on it any more" if held is False else silent
+        sign = "no process is running it any more" if held is False else silent
         return _ended(course, folder, sign=sign), False
     if course.step == 0:
-        return RunEnding(label="Starting", tone="fair", advice="No step is recorded yet."), True
+        return RunEnding(
+            label="Starting", tone="fair", advice="No step has been recorded yet."
+        ), True
     remark = _remark(course, quiet=quiet)
     if course.lost_since is not None:
         advice = f"The loss has not been a finite number since step {count(course.lost_since)}."
@@ -91,41 +93,48 @@ def _ended(course: LiveProgress, folder: Path, *, sign: str) -> RunEnding:
         return RunEnding(
             label="Seems dead",
             tone="bad",
-            advice="The run was set up and has not recorded a step since; look at the terminal "
-            "it was started in.",
+            advice=(
+                "The run was set up but has not recorded a step since. Check the terminal it "
+                "was started in."
+            ),
         )
     progress = f"{count(course.step)} of {count(course.requested_steps, 'step')}"
     gave_up = course.max_skipped_steps is not None and course.skipped_in_a_row >= max(
         1, course.max_skipped_steps
     )
     if gave_up and course.step < course.requested_steps:
-        reason = f" The last reason given: {course.why}." if course.why else ""
+        reason = f" Last reason: {course.why}." if course.why else ""
         return RunEnding(
             label="Diverged",
             tone="bad",
-            advice=f"The last {count(course.skipped_in_a_row, 'step')} were all skipped"
-            f"{at_scale(course.loss_scale)}, so the run gave up after {progress}.{reason}",
+            advice=(
+                f"The last {count(course.skipped_in_a_row, 'step')} were all "
+                f"skipped{at_scale(course.loss_scale)}, so the run stopped after "
+                f"{progress}.{reason}"
+            ),
         )
     if course.diverged and course.is_done:
         return RunEnding(
             label="Diverged",
             tone="bad",
-            advice=f"The run has done its steps and came to nothing: {course.diverged}.",
+            advice=f"The run finished its steps but diverged: {course.diverged}.",
         )
     if course.saved_at == course.step:
         if course.is_done:
-            early = f"The run ended early after {progress}: {course.ended_early}."
+            early = f"The run stopped early after {progress}: {course.ended_early}."
             return RunEnding(
                 label="Finished", tone="good", advice=early if course.ended_early else ""
             )
         return RunEnding(
             label="Interrupted",
             tone="fair",
-            advice=f"The run stopped after {progress}, with a checkpoint at its last one; {resume} "
-            "continues it from there.",
+            advice=(
+                f"The run stopped after {progress}, with a checkpoint at the last step. {resume} "
+                "continues it from there."
+            ),
         )
     where = (
-        f"It has no checkpoint yet; {resume} begins again."
+        f"There is no checkpoint yet, so {resume} starts again."
         if course.saved_at is None
         else f"{resume} continues it from the checkpoint at step {count(course.saved_at)}."
     )
@@ -140,7 +149,9 @@ def _remark(course: LiveProgress, *, quiet: float) -> str:
     if quiet < _silence(course):
         return ""
     # Whole minutes, so that the page is not told the same every second.
-    return f"Nothing was recorded for {duration(quiet // 60 * 60)}; the process is still there."
+    return (
+        f"Nothing was recorded for {duration(quiet // 60 * 60)}, but the process is still running."
+    )
 
 
 def _silence(course: LiveProgress) -> float:
@@ -148,4 +159,4 @@ def _silence(course: LiveProgress) -> float:
 
 
 def _gone(folder: Path) -> str:
-    return f"There is no `{folder}` any more; the page shows what was read before."
+    return f"The folder `{folder}` no longer exists. The page shows what was read before."

@@ -97,7 +97,7 @@ const heatMap = (() => {
         : []);
   }
 
-  function told(data, choice, row, column) {
+  function cellText(data, choice, row, column) {
     const [module, role, format] = data.rows[row.from[column]];
     const [first, last] = data.spans[column];
     const when = first === last ? `step ${number(first)}` : `steps ${number(first)} – ${number(last)}`;
@@ -117,7 +117,7 @@ const heatMap = (() => {
       data: [{
         type: "heatmap", x: data.edges, y: rows.map((_, i) => i),
         z: rows.map((row) => row.values.map((x) => height(choice.measure, x))),
-        text: rows.map((row) => row.values.map((_, column) => plain(told(data, choice, row, column)).replace(": ", "<br>"))),
+        text: rows.map((row) => row.values.map((_, column) => plain(cellText(data, choice, row, column)).replace(": ", "<br>"))),
         hovertemplate: "%{text}<extra></extra>", hoverongaps: false,
         zmin: scale.zmin, zmax: scale.zmax, colorscale: scale.colorscale, ygap: 1,
         colorbar: {
@@ -141,5 +141,5 @@ const heatMap = (() => {
     };
   }
 
-  return { figure, told };
+  return { figure, cellText };
 })();

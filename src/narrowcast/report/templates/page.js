@@ -117,7 +117,7 @@
     const { rows } = figureOf(named("heat"));
     cursor.row = Math.max(0, Math.min(rows.length - 1, row));
     cursor.column = Math.max(0, Math.min(heat.spans.length - 1, column));
-    named("heat-cell").textContent = heatMap.told(heat, chosenHeat(), rows[cursor.row], cursor.column);
+    named("heat-cell").textContent = heatMap.cellText(heat, chosenHeat(), rows[cursor.row], cursor.column);
     draw(named("heat"));
   }
 

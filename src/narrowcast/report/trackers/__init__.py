@@ -27,8 +27,8 @@ def require_trackers(names: Sequence[str]) -> None:
             NEEDED[name]()
         except ImportError as error:
             raise UnsupportedError(
-                f"trackers={name} needs the package {name}, which cannot be imported ({error}); "
-                f"write `pip install {name}`, or leave {name} out of trackers"
+                f"trackers={name} needs the package {name}, which cannot be imported ({error}). "
+                f"Run `pip install {name}`, or leave {name} out of trackers"
             ) from None
 
 

@@ -65,10 +65,10 @@ class Trackers:
             return deed()
         except Exception as error:  # noqa: BLE001
             self._open.pop(name, None)
-            reason = " ".join(str(error).split()) or "it gave no reason"
+            reason = " ".join(str(error).split()) or "no reason given"
             self._tell(
-                f"{name} failed and is told no more ({type(error).__name__}: {reason}); the run "
-                "goes on, and records.jsonl has everything"
+                f"{name} failed and was disabled ({type(error).__name__}: {reason}); training "
+                "continues, and records.jsonl has everything"
             )
             return None
 
