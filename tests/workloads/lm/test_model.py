@@ -184,7 +184,7 @@ def test_policies_find_the_names_they_match():
 
 def test_a_text_longer_than_the_positions_is_refused():
     model = gpt()
-    with pytest.raises(ConfigError, match=f"positions end at {LENGTH}.*data.length=25"):
+    with pytest.raises(ConfigError, match=f"at most {LENGTH}.*data.length=25"):
         model(tokens(1, LENGTH + 1))
 
 

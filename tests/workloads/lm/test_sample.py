@@ -101,7 +101,7 @@ def test_a_diverged_model_is_said_to_be_one():
 
 @pytest.mark.parametrize(
     ("asked", "why"),
-    [({"temperature": -1.0}, "write 0 for the likeliest"), ({"top_k": 0}, "write 1 or more")],
+    [({"temperature": -1.0}, "must be 0"), ({"top_k": 0}, "must be 1 or more")],
 )
 def test_a_choice_without_meaning_is_refused(asked, why):
     with pytest.raises(ConfigError, match=why):
@@ -109,5 +109,5 @@ def test_a_choice_without_meaning_is_refused(asked, why):
 
 
 def test_an_empty_prompt_is_refused():
-    with pytest.raises(ConfigError, match="write at least one character"):
+    with pytest.raises(ConfigError, match="Write at least one character"):
         next(sample(MODEL, [], count=1, context=8, generator=torch.Generator()))

@@ -63,5 +63,5 @@ def test_a_swelling_layer_stalls_the_run_without_adaptive_precision():
 
 def test_a_bias_would_not_be_doubled_with_the_rest_so_it_is_refused():
     recipe = load_recipe("health/saturating", ["model.bias=true"]).recipe
-    with pytest.raises(ConfigError, match=r"rehearse\.swell=10: .*model\.bias=false"):
+    with pytest.raises(ConfigError, match=r"rehearse\.swell=10 needs .*model\.bias=false"):
         build_task(recipe, device=torch.device("meta"))

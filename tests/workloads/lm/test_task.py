@@ -146,18 +146,20 @@ def test_on_the_meta_device_no_text_is_read_and_nothing_is_allocated():
 
 def test_a_text_shorter_than_a_window_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 100)
-    with pytest.raises(ConfigError, match=r"90 tokens to train on and 10 .*data.length=9"):
+    with pytest.raises(ConfigError, match=r"90 training and 10 .*data.length=9"):
         task_of(f"data.text={tmp_path}/a.txt")
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_fewer_tokens_than_there_are_bytes_are_refused(tokenizer):
-    with pytest.raises(ConfigError, match=r"model.vocab=255: .*write model.vocab=256"):
+    with pytest.raises(
+        ConfigError, match=r"model.vocab must be at least 256 .*got 255. Write model.vocab=256"
+    ):
         task_of("model.vocab=255", f"data.tokenizer={tokenizer}")
 
 
 def test_a_missing_tokenizer_is_refused():
-    with pytest.raises(ConfigError, match=r"data\.tokenizer is bytes, bpe, or a folder"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer must be bytes, bpe, or a folder"):
         task_of("data.tokenizer=byte")
 
 

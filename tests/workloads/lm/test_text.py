@@ -57,20 +57,20 @@ def test_carriage_returns_are_kept(tmp_path):
     ("content", "why"),
     [
         (b"", "is empty"),
-        (b" \n\t", "holds nothing but blanks"),
+        (b" \n\t", "has only whitespace"),
         (b"caf\xe9 au lait", "is not UTF-8 text: byte 0xe9 at 3"),
         (b"\x1f\x8b\x08\x00", "is not UTF-8 text"),
-        (b"plain\x00text", "is a binary file: a zero byte at 5"),
+        (b"plain\x00text", "is a binary file: zero byte at 5"),
     ],
 )
 def test_a_file_that_is_no_text_is_refused_with_what_to_write(tmp_path, content, why):
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"a.txt {why}(.|\n)*write data.text=FILE"):
+    with pytest.raises(ConfigError, match=rf"a.txt {why}(.|\n)*Write data.text=FILE"):
         read_text([f"{tmp_path}/a.txt"])
 
 
 def test_a_folder_is_refused_with_the_glob_that_reads_it(tmp_path):
-    with pytest.raises(ConfigError, match=rf"is a folder; write data.text={tmp_path}/\*.txt"):
+    with pytest.raises(ConfigError, match=rf"is a folder. Write data.text={tmp_path}/\*.txt"):
         read_text([str(tmp_path)])
 
 
@@ -88,7 +88,7 @@ def test_a_name_that_matches_nothing_is_refused(tmp_path, source):
         ("[", "no such file"),
         ("pipe", "cannot be read: it is a pipe, not a file"),
         ("loop", "cannot be read: Too many levels of symbolic links"),
-        ("sparse", "larger than .* MiB; text is cut in memory, of which it may fill a quarter"),
+        ("sparse", "larger than .* MiB; text is tokenized in memory and may use a quarter"),
         ("x" * 300, "File name too long"),
         ("a\0b", "no file has a zero byte in its name"),
         ("a\nb", r"a\\nb: no such file"),

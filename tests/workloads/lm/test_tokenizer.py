@@ -107,7 +107,9 @@ def test_a_written_vocabulary_is_read_again(tmp_path):
 
 
 def test_a_folder_without_the_files_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"vocab.json cannot be read.*data.tokenizer is bytes"):
+    with pytest.raises(
+        ConfigError, match=r"vocab.json cannot be read.*data.tokenizer must be bytes"
+    ):
         BpeTokenizer.loaded(tmp_path)
 
 
@@ -119,16 +121,16 @@ def test_a_vocabulary_that_is_not_json_is_refused(tmp_path):
 
 @pytest.mark.parametrize("vocab", [["a"], {}, {"a": 1}, {"a": "0"}, {"a": 0, "b": 0}, {"a": True}])
 def test_a_vocabulary_that_does_not_number_its_tokens_is_refused(tmp_path, vocab):
-    with pytest.raises(ConfigError, match="not a map from each token to its number"):
+    with pytest.raises(ConfigError, match="must map each token to its number"):
         read_vocabulary(write_vocabulary(tmp_path, vocab))
 
 
 def test_a_vocabulary_that_would_drop_bytes_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="lacks 254 of the 256 bytes"):
+    with pytest.raises(ConfigError, match="must have all 256 bytes; 254 are missing"):
         read_vocabulary(write_vocabulary(tmp_path, {"a": 0, "b": 1}))
 
 
 def test_merges_of_another_vocabulary_are_refused(tmp_path):
     folder = write_vocabulary(tmp_path, ALPHABET, "#version: 0.2\na b\n")
-    with pytest.raises(ConfigError, match=r"merges 'a b'.*two files of one tokenizer"):
+    with pytest.raises(ConfigError, match=r"merges 'a b'.*both files of the same tokenizer"):
         BpeTokenizer.loaded(folder)

@@ -52,8 +52,8 @@ class BpeTokenizer:
         for merge in merges:
             if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys():
                 raise ConfigError(
-                    f"{path} merges {' '.join(merge)!r}, which {folder / 'vocab.json'} does not "
-                    f"know; put two files of one tokenizer there, or write data.tokenizer=bpe"
+                    f"{path} merges {' '.join(merge)!r}, which is not in {folder / 'vocab.json'}. "
+                    "Use both files of the same tokenizer, or write data.tokenizer=bpe."
                 )
         return cls(models.BPE(vocab=vocab, merges=[(left, right) for left, right in merges]))
 
@@ -85,24 +85,26 @@ class BpeTokenizer:
 def read_vocabulary(folder: Path) -> dict[str, int]:
     """Read the tokens of `folder`/vocab.json, and refuse a set that cannot spell every byte."""
     path = folder / "vocab.json"
+    text = _read(path)
     try:
-        vocab: Any = json.loads(_read(path))
+        vocab: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} is not JSON ({error}); put the tokenizer's own vocab.json there, "
-            f"or write data.tokenizer=bpe to train one"
+            f"{path} is not JSON ({error}). Use the tokenizer's own vocab.json, or write "
+            "data.tokenizer=bpe to train one."
         ) from error
     ids = vocab.values() if isinstance(vocab, dict) else []
     if not ids or not all(type(index) is int for index in ids) or {*ids} != {*range(len(ids))}:
         raise ConfigError(
-            f"{path} is not a map from each token to its number, counted from 0; "
-            f"put the tokenizer's own vocab.json there, or write data.tokenizer=bpe to train one"
+            f"{path} must map each token to its number, counted from 0. Use the tokenizer's own "
+            "vocab.json, or write data.tokenizer=bpe to train one."
         )
     missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys())
     if missing:
         raise ConfigError(
-            f"{path} lacks {len(missing)} of the 256 bytes (first: {missing[0]!r}), so text would "
-            f"be dropped; give a byte-level vocabulary such as GPT-2's, or write data.tokenizer=bpe"
+            f"{path} must have all 256 bytes; {len(missing)} are missing, the first is "
+            f"{missing[0]!r}. Use a byte-level vocabulary such as GPT-2's, or write "
+            "data.tokenizer=bpe."
         )
     return dict(vocab)
 
@@ -113,8 +115,8 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{shown_path(path)} cannot be read ({why}); data.tokenizer is bytes, bpe, "
-            f"or a folder that holds vocab.json and merges.txt"
+            f"{shown_path(path)} cannot be read ({why}). data.tokenizer must be bytes, bpe, or a "
+            "folder with vocab.json and merges.txt."
         ) from error
 
 

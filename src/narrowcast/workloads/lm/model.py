@@ -59,8 +59,8 @@ class GPT(nn.Module):
         length = tokens.shape[-1]
         if length > self.length:
             raise ConfigError(
-                f"{length} tokens given to a model whose positions end at {self.length}; "
-                f"cut the text, or build the model with data.length={length}"
+                f"The input must have at most {self.length} tokens, got {length}. Truncate the "
+                f"text, or build the model with data.length={length}."
             )
         rotary = self.rotary[:length]
         x = self.embed(tokens)  # (batch, length, width)

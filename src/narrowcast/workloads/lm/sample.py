@@ -28,12 +28,12 @@ def sample(
     same text on every device. Waits for the device at every token.
     """
     if not prompt:
-        raise ConfigError("an empty prompt gives nothing to go on; write at least one character")
+        raise ConfigError("The prompt is empty. Write at least one character.")
     if temperature < 0:
-        raise ConfigError(f"temperature={temperature} is below 0; write 0 for the likeliest text")
+        raise ConfigError(f"temperature must be 0 (greedy) or more, got {temperature}.")
     if top_k is not None and top_k < 1:
         raise ConfigError(
-            f"top_k={top_k} leaves nothing to draw from; write 1 or more, or leave it out"
+            f"top_k must be 1 or more, got {top_k}. Leave it out to sample from all tokens."
         )
     device = next(model.parameters()).device
     tokens = list(prompt)
@@ -73,7 +73,7 @@ def _draw(
     logits: Tensor, temperature: float, *, top_k: int | None, generator: torch.Generator
 ) -> int:
     if not logits.isfinite().all():
-        raise DivergedError("the model predicts NaN or infinity; sample from an earlier checkpoint")
+        raise DivergedError("The model predicts NaN or inf. Sample from an earlier checkpoint.")
     if temperature == 0:
         return int(logits.argmax())
     likeliest, tokens = logits.topk(min(top_k or len(logits), len(logits)))

@@ -150,8 +150,8 @@ def build_language_model(recipe: Recipe, *, device: torch.device) -> LanguageMod
     if every := recipe.section(LmRehearsal).swell:
         if settings.bias or settings.mlp != "gelu":
             raise ConfigError(
-                f"rehearse.swell={every}: what swells must pass a layer without a bias; write "
-                "model.bias=false, model.mlp=gelu"
+                f"rehearse.swell={every} needs a layer without a bias. Write model.bias=false, "
+                "model.mlp=gelu."
             )
         let_swell(model, every=every)
     return LanguageModel(
@@ -179,10 +179,10 @@ def _require_room(recipe: Recipe, *, vocab: int, device: torch.device) -> None:
     hardware = detect_hardware(str(device))
     if hardware.memory_bytes is not None and stored > hardware.memory_bytes:
         raise UnsupportedError(
-            f"a micro-batch of batch_size={recipe.batch_size} samples of data.length={data.length} "
-            f"keeps {stored / 2**30:,.0f} GiB or more until its backward pass, and {hardware.name} "
-            f"({hardware.device}) has {hardware.memory_bytes / 2**30:,.0f} GiB; write a smaller "
-            "batch_size and more accumulate, or a smaller data.length or model"
+            f"A micro-batch of batch_size={recipe.batch_size} samples of data.length={data.length} "
+            f"needs at least {stored / 2**30:,.0f} GiB of activations, but {hardware.name} "
+            f"({hardware.device}) has {hardware.memory_bytes / 2**30:,.0f} GiB. Write a smaller "
+            "batch_size and more gradient_accumulation_steps, or a smaller data.length or model."
         )
 
 
@@ -200,8 +200,8 @@ def _vocab(data: LmData, settings: LmModel) -> int:
         return BPE_TOKENS if data.tokenizer == "bpe" else fewest
     if settings.vocab < fewest:
         raise ConfigError(
-            f"model.vocab={settings.vocab}: data.tokenizer={data.tokenizer} has {fewest} tokens "
-            f"or more; write model.vocab={fewest}, or leave it out"
+            f"model.vocab must be at least {fewest} for data.tokenizer={data.tokenizer}, got "
+            f"{settings.vocab}. Write model.vocab={fewest}, or leave it out."
         )
     return settings.vocab
 
@@ -233,6 +233,6 @@ def _require_windows(train: int, validation: int, *, length: int) -> None:
         return
     smaller = f", or write data.length={shorter - 1}" if shorter > 1 else ""
     raise ConfigError(
-        f"data.length={length}: the text gives {train} tokens to train on and {validation} to "
-        f"validate on, and a sample takes {length + 1}; give more text in data.text{smaller}"
+        f"data.length={length} is too long: the text has {train} training and {validation} "
+        f"validation tokens, and a sample needs {length + 1}. Give more text in data.text{smaller}."
     )

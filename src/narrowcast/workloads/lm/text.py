@@ -49,7 +49,7 @@ def read_text(sources: Sequence[str]) -> str:
     if problems:
         raise ConfigError(
             "\n".join(f"data.text: {line}" for line in problems.lines())
-            + f"\nwrite data.text=FILE, a path or glob of UTF-8 text, or data.text={TOPICS}"
+            + f"\nWrite data.text=FILE, a path or glob of UTF-8 text, or data.text={TOPICS}."
         )
     return "\n".join(texts)
 
@@ -88,24 +88,24 @@ def _matches(source: str, problems: Problems) -> list[Path]:
 
 def _read(path: Path, *, most: int) -> str:
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder; write data.text={path}/*.txt for the files in it")
+        raise ConfigError(f"{path} is a folder. Write data.text={path}/*.txt for the files in it.")
     try:
         data = read_plain(path, most=most)
         # Some editors begin a file with a byte order mark; it is no part of the text.
         text = data.decode("utf-8-sig")
     except OSError as error:
-        why = "; text is cut in memory, of which it may fill a quarter"
+        why = "; text is tokenized in memory and may use a quarter of it"
         text = f"{error.strerror}{why if error.errno == errno.EFBIG else ''}"
-        raise ConfigError(f"{path} cannot be read: {text}") from error
+        raise ConfigError(f"{path} cannot be read: {text}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{path} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}; convert it "
-            f"(iconv -f latin1 -t utf-8), or unpack it if it is compressed"
+            f"{path} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}. Convert it "
+            "(iconv -f latin1 -t utf-8), or decompress it."
         ) from error
     if "\0" in text:
-        raise ConfigError(f"{path} is a binary file: a zero byte at {data.index(0)}")
+        raise ConfigError(f"{path} is a binary file: zero byte at {data.index(0)}.")
     if not text.strip():
-        raise ConfigError(f"{path} is empty" if not data else f"{path} holds nothing but blanks")
+        raise ConfigError(f"{path} is empty." if not data else f"{path} has only whitespace.")
     return text
 
 
@@ -114,8 +114,8 @@ def _topics() -> str:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise ConfigError(
-            f"data.text={TOPICS}: this Python came without its help text (pydoc_data); "
-            f"write data.text=FILE with a UTF-8 text file"
+            f"data.text={TOPICS} needs Python's help text (pydoc_data), which is not installed. "
+            "Write data.text=FILE with a UTF-8 text file."
         ) from error
     # Topics quote each other: "compound statements" repeats every statement's own page. A paragraph
     # counts once, or validation would find what training has read.
