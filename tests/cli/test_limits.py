@@ -89,7 +89,10 @@ def test_a_first_line_comes_before_the_work_and_never_into_json(narrowcast, tiny
 
 def test_a_run_says_that_emulation_is_not_for_speed(narrowcast, tiny, tmp_path):
     slow = narrowcast("train", tiny, "precision.emulate=true", "--out", tmp_path / "a").out
-    assert "note      emulated formats compute as theirs and take longer than fp32\n" in slow
+    assert (
+        "note      emulated formats give the numbers of the real format but run slower than fp32\n"
+        in slow
+    )
     plain = narrowcast("train", tiny, "precision.policy=fp32", "--out", tmp_path / "b").out
     assert "note" not in plain
 

@@ -61,7 +61,7 @@ def _result_text(matched: Decomposition) -> str:
         lead += f": {sum(judged)} of {len(judged)} seeds match the ground truth."
     parts = [f'<p class="lead">{lead}</p>']
     if said:
-        parts.append(f'<ul class="told">{"".join(said)}</ul>')
+        parts.append(f'<ul class="notices">{"".join(said)}</ul>')
     parts.append(_cut(len(matched.verdicts), MOST_VERDICTS, "seeds"))
     parts.append(tables.sites_table(matched))
     if len(matched.seeds) > 1:
