@@ -231,7 +231,7 @@ def test_the_plan_tells_what_is_fused_and_why_not(language_model):
     model = language_model("Llama")
     hardware = nc.detect_hardware("cpu")
     plan = nc.plan(model, "fp32", hardware=hardware, fuse=["loss"])
-    assert "fused    loss: . (the model itself): taken from hidden states" in str(plan)
+    assert "fused    loss: . (the model itself): computed from hidden states" in str(plan)
     assert plan.to_json()["fused"] == [
         {
             "piece": "loss", "fused": True, "modules": [""],
