@@ -1,4 +1,4 @@
-"""narrowcast: train PyTorch models in fewer bits, and know that it is safe.
+"""narrowcast: mixed- and low-precision training for PyTorch.
 
 Names are imported when first used, so that a command that needs no torch does not wait for it.
 """
