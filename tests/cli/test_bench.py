@@ -41,7 +41,7 @@ def test_bench_step_measures_policies_and_peers(narrowcast, tiny, tmp_path):
     assert found["overrides"] == ["steps=2"]
     failures = {row["name"]: row["why"] for row in found["failures"]}
     assert "no preset 'fp17'" in failures["narrowcast fp17"]
-    assert "narrowcast fp17  ConfigError: precision policy: no preset" in ended.out
+    assert "narrowcast fp17  ConfigError: precision policy: there is no preset" in ended.out
     # Whether it is installed or not, it has a row that says so.
     assert ("accelerate-fp32" in rows) != ("accelerate-fp32" in failures)
 

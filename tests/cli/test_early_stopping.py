@@ -50,7 +50,7 @@ def test_a_run_that_ends_with_its_best_weights_says_of_which_step(narrowcast, ti
     out = tmp_path / "run"
     said = narrowcast("train", tiny, *WORDS, "eval.keep_best=true", "--out", out)
     assert said.code == 0
-    assert "of step 2, the best evaluation: loss" in said.out
+    assert "from step 2, the best evaluation: loss" in said.out
     assert "weights are those of step 2, the best evaluation" in (out / "report.html").read_text()
     assert json.loads((out / "finished.json").read_text())["exported"]["step"] == 2
     assert "has finished: it ended early" in narrowcast("resume", out).out
@@ -73,8 +73,11 @@ def test_a_resumed_run_ends_with_the_same_best(resumed_halfway, tiny):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["eval.patience=3"], "eval.patience=3: it is evaluated at its end only"),
-        (["eval.every=2", "eval.min_delta=0.1"], "eval.min_delta=0.1: nothing is ended for want"),
+        (["eval.patience=3"], "eval.patience=3: patience needs evaluations during training"),
+        (
+            ["eval.every=2", "eval.min_delta=0.1"],
+            "eval.min_delta=0.1: min_delta has no effect without patience",
+        ),
         (["eval.every=2", "eval.patience=-1"], "needs a whole number of at least 0"),
     ],
 )

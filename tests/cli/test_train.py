@@ -68,7 +68,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(narrowcast, tiny, t
         (["precision.policy=fp8-row", "precision.emulate=false"], 3, "but emulate=false was set"),
         (["precision.overrides={nosuch.*: fp32}"], 2, "nosuch.*: fp32 matches no module"),
         (["precision.loss_scale.scale_groups=[nosuch]"], 2, "'nosuch' matches no module"),
-        (["precision.loss_scale.growth_factor=3"], 2, "only powers of two scale exactly"),
+        (["precision.loss_scale.growth_factor=3"], 2, "must be a power of two. Write 2"),
         (["batch_size=30000"], 2, "must be at most the number of training samples"),
         (["data.text=nowhere.txt"], 2, "nowhere.txt"),
         (["device=cuda:99"], 3, "device=cuda:99"),

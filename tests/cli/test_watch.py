@@ -113,7 +113,7 @@ def test_a_real_run_is_followed_through_its_death_and_its_resumption(
             assert narrowcast("resume", out, f"steps={reached + 3}").code == 0
             told = seen_until(stream, "Finished")
     assert told["progress"] == f"Step {reached + 3:,} of {reached + 3:,}"
-    assert told["began"].endswith("continued 1 time")
+    assert told["began"].endswith("resumed 1 time")
 
 
 def seen_until(stream, *labels):

@@ -29,7 +29,7 @@ def test_a_run_that_stopped_improving_is_finished_and_says_why(run_data_of, step
     data = judged(run_data_of, step, [3.0, 2.0, 2.5, 2.0], **settings)
     found = ending(data)
     assert (found.label, found.tone) == ("Finished", "good")
-    told = "The run stopped early at step 4 of 10: loss had not improved for 2 evaluations."
+    told = "The run ended early at step 4 of 10: loss had not improved for 2 evaluations."
     assert found.advice == told
     assert "for 4 of 10 steps" in headline(data)
 

@@ -54,5 +54,5 @@ def test_planning_on_a_device_that_is_not_here_needs_no_such_device(tiny):
 
 def test_products_that_must_not_be_emulated_are_refused_where_there_are_none(tiny):
     recipe = load_recipe(tiny, ["precision.policy=compute=e4m3", "precision.emulate=false"]).recipe
-    with pytest.raises(UnsupportedError, match="leave out emulate=false"):
+    with pytest.raises(UnsupportedError, match="Leave out emulate=false"):
         assemble(recipe)

@@ -116,7 +116,7 @@ def test_a_task_saves_memory_where_that_can_be(bare, h200):
         (
             ["model.layers=1"],
             "none",
-            "memory.activation_checkpointing=blocks: memory: the model has no list",
+            "memory.activation_checkpointing=blocks: memory: no blocks were detected",
         ),
         (["optimizer.name=sgd"], "blocks", "memory.offload=[optimizer]: sgd keeps"),
     ],

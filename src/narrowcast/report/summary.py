@@ -107,7 +107,7 @@ def _how_it_ended(data: RunData) -> str:
     lines, metric = list[str](), data.task.headline
     done, request = count(len(data.steps)), count(data.requested_steps)
     if data.ended_early:
-        lines.append(f"The run stopped early at step {done} of {request}: {data.ended_early}.")
+        lines.append(f"The run ended early at step {done} of {request}: {data.ended_early}.")
     if data.exported is not None:
         step, best = data.exported
         result = f"{said(metric.name)} {measured(metric, best)}"

@@ -115,7 +115,7 @@ def test_failed_rows_are_left_out_if_there_is_no_time_to_try_again():
     zoo = measured(lines.append, seconds=0.5, **settings)  # torch alone takes longer to import
     assert zoo.data["rows"] == []
     assert [trial.way for trial in zoo.left_out] == ["AMP", "bf16"]
-    assert lines[-1] == "0.5 s are over: no further row is started"
+    assert lines[-1] == "0.5 s have passed: no more rows are started"
 
 
 def test_a_row_without_an_answer_is_ended():

@@ -40,6 +40,6 @@ def test_rows_that_cannot_be_compared_raise(tmp_path, name):
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     path = tmp_path / "rows.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="was not written by this bench"):
+    with pytest.raises(ConfigError, match="was not written by bench models"):
         SavedRows(path, about=ABOUT)
     assert path.read_text() == text

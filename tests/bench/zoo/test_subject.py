@@ -37,5 +37,5 @@ def test_steps_that_waited_for_memory_of_others_are_no_figure(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: {"num_alloc_retries": next(retries)})
     assert set_up(together=1).measure({})["ms"] > 0
     beside = set_up(together=2)
-    with pytest.raises(UnsupportedError, match="waited for memory that other rows hold"):
+    with pytest.raises(UnsupportedError, match="waited for memory held by other rows"):
         beside.measure({})

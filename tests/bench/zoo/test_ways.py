@@ -50,9 +50,9 @@ def test_graphs_are_ours_and_only_where_there_are_some():
 @pytest.mark.parametrize(
     ("ways", "modes", "answer"),
     [
-        (["apm"], [], "--ways must be some of amp, liger, torchao, ours, AMP.*, got apm"),
+        (["apm"], [], "--ways must be any of amp, liger, torchao, ours, AMP.*, got apm"),
         (["bf 16"], [], r"bf16, 'bf16 \+ split', 'fp8-delayed \+ split', got bf 16"),
-        ([], ["jit"], "--modes must be some of eager, compiled, graphed, got jit"),
+        ([], ["jit"], "--modes must be any of eager, compiled, graphed, got jit"),
         (["torchao"], ["eager"], "torchao has only compiled rows"),
         ([TORCHAO], ["eager"], "--ways 'torchao tensorwise' --modes eager selects no row"),
     ],

@@ -79,7 +79,9 @@ def test_what_a_replay_does_not_show_is_said_with_the_names_there_are(net, batch
         1, outcome, loss=math.nan, replay_inputs=replay_inputs, moved=lambda: True
     )
     assert "nearest the loss" in account.why
-    assert account.why.endswith("; a replay, with the weights of a later step, did not show it")
+    assert account.why.endswith(
+        "; a replay, with the weights of a later step, did not reproduce it"
+    )
 
 
 def test_a_replay_that_finds_no_memory_does_not_end_the_run(net, batch, step):
@@ -95,7 +97,7 @@ def test_a_replay_that_finds_no_memory_does_not_end_the_run(net, batch, step):
     account = investigator.account(
         1, outcome, loss=math.nan, replay_inputs=replay_inputs, moved=lambda: False
     )
-    assert account.why.endswith("no memory was left for a replay; loss scale 65536 → 32768")
+    assert account.why.endswith("not enough memory for a replay; loss scale 65536 → 32768")
 
 
 def test_an_investigator_goes_on_counting_after_a_resume(net, batch, step):

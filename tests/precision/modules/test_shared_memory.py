@@ -43,7 +43,7 @@ def losses(model, step):
 @pytest.mark.parametrize("policy", ["bf16, params=bf16", "bf16-pure", "fp16, params=fp16"])
 def test_16_bits_of_their_own_are_refused(how, policy):
     model = Autoencoder(how)
-    with pytest.raises(UnsupportedError, match=r"decoder.weight lies in the memory of encoder.w"):
+    with pytest.raises(UnsupportedError, match=r"decoder.weight shares memory with encoder.w"):
         nc.prepare(model, SGD(model.parameters(), 0.5), policy=policy)
 
 
@@ -92,7 +92,7 @@ def test_what_is_not_trained_counts_too(kind):
         del model.decoder.weight
         model.decoder.register_buffer("weight", model.encoder.weight.detach().t())
     trained = [p for p in model.parameters() if p.requires_grad]
-    with pytest.raises(UnsupportedError, match=r"decoder.weight lies in the memory of encoder.w"):
+    with pytest.raises(UnsupportedError, match=r"decoder.weight shares memory with encoder.w"):
         nc.prepare(model, SGD(trained, 0.5), policy="bf16, params=bf16")
 
 
@@ -109,5 +109,5 @@ def test_columns_that_two_have_in_common_are():
     whole = torch.randn(5, 12)
     model = nn.ModuleList(nn.Linear(7, 5, bias=False) for _ in range(2))
     model[0].weight.data, model[1].weight.data = whole[:, :7], whole[:, 5:]
-    with pytest.raises(UnsupportedError, match=r"1.weight lies in the memory of 0.weight"):
+    with pytest.raises(UnsupportedError, match=r"1.weight shares memory with 0.weight"):
         nc.prepare(model, SGD(model.parameters(), 0.5), policy="bf16, params=bf16")

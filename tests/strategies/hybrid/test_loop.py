@@ -257,7 +257,7 @@ def test_a_state_in_memory_goes_back_to_where_it_was_taken(preset):
 @pytest.mark.parametrize(
     ("settings", "answer"),
     [
-        ({"clip_nrom": 1.0}, "'clip_nrom'; did you mean clip_norm"),
+        ({"clip_nrom": 1.0}, r"'clip_nrom' \(did you mean clip_norm\?\)"),
         ({"half_life": [0.1]}, "did you mean half_lives"),
         ({"lr_horizon": 2.0}, "lr_horizon needs a scheduler"),
         ({"predictor": "line"}, "takes its own arguments and those of prepare.*got 'predictor'"),

@@ -76,7 +76,7 @@ def equal(a, b):
 
 def test_a_cpu_that_is_asked_for_cuda_graphs_is_refused_with_what_to_write():
     with pytest.raises(
-        UnsupportedError, match=r"cuda_graph=true: CUDA graphs are not for cpu; .*cuda_graph=null"
+        UnsupportedError, match=r"cuda_graph=true: CUDA graphs do not run on cpu; .*cuda_graph=null"
     ):
         made(cuda_graph=True)
 

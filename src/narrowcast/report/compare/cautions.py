@@ -61,7 +61,7 @@ def cautions(
     for run in runs:
         requested, done = run.data.requested_steps, run.data.steps[-1].step
         if early := run.data.ended_early:
-            yield f"{run.label} stopped early at step {count(done)} of {count(requested)}: {early}."
+            yield f"{run.label} ended early at step {count(done)} of {count(requested)}: {early}."
         elif done < requested:
             yield f"{run.label} has done {count(done)} of its {count(requested, 'step')}."
         if run.data.diverged:
