@@ -43,13 +43,16 @@ def code_words(page):
     return IN_CODE.findall(prose(page))
 
 
-def console_commands(page):
-    """Return (words, what is shown below them) of each `$ …` line of a console block."""
-    for language, body, _ in blocks(page):
-        if language == "console":
-            for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
-                command, _, shown = part.partition("\n")
-                yield shlex.split(command), shown
+def shell_commands(page):
+    """Return (words, output) of each line of a bash block.
+
+    A text block directly below shows the output of the last command.
+    """
+    text = page.read_text(encoding="utf-8")
+    for body, output in re.findall(r"(?ms)^```bash\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", text):
+        *first, last = body.splitlines()
+        yield from ((shlex.split(command), "") for command in first)
+        yield shlex.split(last), output
 
 
 def inline_commands(page):

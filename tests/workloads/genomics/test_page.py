@@ -38,8 +38,8 @@ def make_files(home):
 def test_commands_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_files(tmp_path)
-    shown = re.findall(r"(?ms)^```console\n(.*?)^```$", PAGE.read_text())
-    commands = [shlex.split(line[2:])[1:] for line in shown[0].splitlines()]
+    shown = re.findall(r"(?ms)^```bash\n(.*?)^```$", PAGE.read_text())
+    commands = [shlex.split(line)[1:] for line in shown[0].splitlines()]
     assert len(commands) == 7
     for words in commands:
         training = words[0] == "train" or words[1] == "pretrain"
