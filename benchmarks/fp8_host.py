@@ -35,7 +35,7 @@ from narrowcast.kernels.fp8 import DECIDED, Quantized, quantize, quantize_into
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp
-from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.plan.policy import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap
 from narrowcast.runs import describe_machine

@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.plan.memory import Memory as Memory
     from narrowcast.precision.plan.plan import Plan as Plan
     from narrowcast.precision.plan.plan import make_plan as plan  # noqa: F401
+    from narrowcast.precision.plan.policy import PRESETS as PRESETS
     from narrowcast.precision.plan.policy import Policy as Policy
-    from narrowcast.precision.plan.presets import PRESETS as PRESETS
-    from narrowcast.precision.plan.presets import policy_from as policy  # noqa: F401
+    from narrowcast.precision.plan.policy import policy_from as policy  # noqa: F401
     from narrowcast.precision.plan.tasks import TASKS as TASKS
     from narrowcast.precision.plan.tasks import TaskPrecision as TaskPrecision
     from narrowcast.precision.plan.tasks import apply_task as apply_task
@@ -55,7 +55,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
 __version__ = "0.1.0"
 
 _HOMES = {
-    "PRESETS": "precision.plan.presets",
+    "PRESETS": "precision.plan.policy",
     "Hardware": "hardware",
     "EvalBatches": "training.task",
     "Hook": "training.task",
@@ -89,7 +89,7 @@ _HOMES = {
     "optimal_precision": "precision.plan.tasks",
     "plan": "precision.plan.plan:make_plan",
     "plan_recipe": "runner.run",
-    "policy": "precision.plan.presets:policy_from",
+    "policy": "precision.plan.policy:policy_from",
     "prepare": "precision.step.prepare",
     "detect_hardware": "hardware",
     "resume": "runner.run",

@@ -11,8 +11,7 @@ from narrowcast import errors, numerics
 from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat, Format
 from narrowcast.precision.plan.plan import make_plan
-from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.plan.policy import PRESETS, Policy
 from narrowcast.precision.plan.tasks import SIZES, TASKS, optimal_precision
 from narrowcast.workloads import load_recipe
 

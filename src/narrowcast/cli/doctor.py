@@ -26,7 +26,7 @@ def doctor(as_json: bool, measure: bool) -> None:
     console = screen(to_stderr=as_json)
     with working(screen(quiet=as_json, to_stderr=True), "checking this machine"):
         from narrowcast.hardware import detect_hardware
-        from narrowcast.precision.plan.presets import recommended
+        from narrowcast.precision.plan.policy import recommended
         from narrowcast.runs import describe_environment
 
         if measure:

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowcast.precision.plan.decibels import decibel_range
-from narrowcast.precision.plan.folding import folded, groups_alike
+from narrowcast.precision.plan.folding import decibel_range, folded, groups_alike
 from narrowcast.report.active_formats import Change, InForce
 
 _NONE = "–"

@@ -12,8 +12,7 @@ from narrowcast.config.phases import PhaseSection
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import Hardware, detect_hardware
 from narrowcast.precision.plan.plan import Plan, with_losses
-from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.plan.presets import policy_from
+from narrowcast.precision.plan.policy import Policy, policy_from
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.phrases import size
 from narrowcast.runs import Record

@@ -14,12 +14,11 @@ from narrowcast.config.sections import Recipe
 from narrowcast.health.adapt import Adaptation, Limits
 from narrowcast.health.diagnose.investigator import StepDiagnosis
 from narrowcast.health.ladder import Ladder
-from narrowcast.precision.plan.module_kinds import multiplies
+from narrowcast.precision.plan.gains import rungs
+from narrowcast.precision.plan.module_plan import multiplies
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.plan.presets import short_text
+from narrowcast.precision.plan.policy import Policy, short_text
 from narrowcast.precision.plan.roles import GRADIENTS
-from narrowcast.precision.plan.widening import rungs
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord, Record, StepRecord
 from narrowcast.training.observing import Observer

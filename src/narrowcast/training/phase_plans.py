@@ -11,10 +11,9 @@ from narrowcast.config.phases import ConditionSection, PhaseSection, Until, last
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import ConfigError, NarrowcastError, UnsupportedError
 from narrowcast.hardware import Hardware
-from narrowcast.precision.plan.diff import formats_text
 from narrowcast.precision.plan.gains import Execution
 from narrowcast.precision.plan.memory import Memory
-from narrowcast.precision.plan.plan import Plan, make_plan
+from narrowcast.precision.plan.plan import Plan, formats_text, make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.training.optimizers import moment_count
 

@@ -17,7 +17,7 @@ from narrowcast.bench.zoo.ways import (
     trials,
 )
 from narrowcast.errors import ConfigError, UnsupportedError
-from narrowcast.precision.plan.presets import policy_from
+from narrowcast.precision.plan.policy import policy_from
 
 CPU = torch.device("cpu")
 

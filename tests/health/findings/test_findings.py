@@ -11,8 +11,7 @@ from narrowcast.health.findings.rules import STEADY
 from narrowcast.health.statistics.statistics import COLUMNS, statistics
 from narrowcast.numerics import format_named
 from narrowcast.precision.gradients.loss_scale import LossScale
-from narrowcast.precision.plan.policy import parse_policy
-from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.plan.policy import PRESETS, parse_policy
 from narrowcast.precision.plan.wording import Wording
 from narrowcast.runs import HealthRecord, StepRecord
 

@@ -17,7 +17,7 @@ from narrowcast.health.statistics.probes import Probes, _ends_of_chains
 from narrowcast.health.statistics.reading import Reading
 from narrowcast.health.statistics.sampling import SAMPLE, sample
 from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp
-from narrowcast.precision.plan.pieces.known_modules import GatedMlp
+from narrowcast.precision.plan.known_modules import GatedMlp
 from narrowcast.precision.swap import restore, swap
 from narrowcast.runs import ExponentRecord, HealthRecord
 

@@ -5,7 +5,7 @@ import torch
 
 from narrowcast.health.statistics.sites import make_site
 from narrowcast.health.statistics.what_if import WhatIf, unsafe_to_lower
-from narrowcast.precision.plan.presets import policy_from
+from narrowcast.precision.plan.policy import policy_from
 
 
 def drawn(*, times=1.0):

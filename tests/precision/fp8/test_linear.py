@@ -10,8 +10,7 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.modules.wrappers import EmulatedLinear
-from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.plan.policy import PRESETS, Policy
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap
 

@@ -10,7 +10,7 @@ from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fused.chunked_loss import LossTerms
 from narrowcast.precision.fused.chunked_module import chunked_module_loss
-from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.plan.policy import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap
 

@@ -22,12 +22,13 @@ from narrowcast.precision.fused.elementwise import (
     OnePassTurn,
 )
 from narrowcast.precision.modules.wrappers import Fp32Norm
-from narrowcast.precision.plan.pieces.known_modules import (
+from narrowcast.precision.plan.known_modules import (
+    RmsNorm,
     gelu_approximation,
     looks_like_a_gelu_written_out,
+    match_rms_norm,
     reason_not_gelu,
 )
-from narrowcast.precision.plan.pieces.known_norms import RmsNorm, match_rms_norm
 from narrowcast.precision.swap import is_swapped, restore, swap
 
 transformers = pytest.importorskip("transformers")

@@ -10,9 +10,8 @@ from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp, can_chain
-from narrowcast.precision.plan.pieces.known_modules import GatedMlp
-from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.plan.known_modules import GatedMlp
+from narrowcast.precision.plan.policy import PRESETS, Policy
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap
 

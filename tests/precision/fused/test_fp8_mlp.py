@@ -11,8 +11,7 @@ from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
-from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.plan.policy import PRESETS, Policy
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import restore, swap
 

@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import narrowcast as nc
 from narrowcast.errors import ConfigError, UnsupportedError
-from narrowcast.precision.plan.diff import PrecisionChange
-from narrowcast.precision.plan.plan import make_plan
+from narrowcast.precision.plan.plan import PrecisionChange, make_plan
 from narrowcast.precision.swap import is_swapped
 
 pytestmark = pytest.mark.usefixtures("guarded")

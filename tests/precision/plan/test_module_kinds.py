@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.precision.plan.module_kinds import module_kind
+from narrowcast.precision.plan.module_plan import module_kind
 
 
 class LlamaRMSNorm(nn.Module):

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowcast.errors import ConfigError
-from narrowcast.precision.plan.policy import Policy, parse_policy
-from narrowcast.precision.plan.presets import PRESETS, policy_from
+from narrowcast.precision.plan.policy import PRESETS, Policy, parse_policy, policy_from
 
 COMPUTE = ("fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2", "mxfp8", "nvfp4")
 ROLE_TEXTS = ("fp32", "bf16", "compute=fp16", "forward=bf16, grad_weight=fp32", "output=fp32")

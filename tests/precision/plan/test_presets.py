@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from narrowcast.hardware import Support
-from narrowcast.precision.plan.presets import PRESETS, policy_from, recommended
+from narrowcast.precision.plan.policy import PRESETS, policy_from, recommended
 
 
 def with_native(hardware, *names):

@@ -1,9 +1,8 @@
 import pytest
 
 from narrowcast.hardware import Hardware, Support
-from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.plan.presets import policy_from, short_text
-from narrowcast.precision.plan.widening import rungs
+from narrowcast.precision.plan.gains import rungs
+from narrowcast.precision.plan.policy import Policy, policy_from, short_text
 
 NATIVE = Support(how="native", reason="it does")
 

@@ -9,8 +9,8 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware
-from narrowcast.precision.plan.presets import PRESETS, short_text
-from narrowcast.precision.plan.widening import in_fp32, widened
+from narrowcast.precision.plan.gains import in_fp32, widened
+from narrowcast.precision.plan.policy import PRESETS, short_text
 from narrowcast.precision.plan.wording import Wording
 
 POLICIES = [*PRESETS, "fp16; a: fp32", "fp16, params=bf16; a.*: bf16, params=fp32; b: compute=e4m3"]

@@ -7,7 +7,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.numerics import BF16
-from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.plan.policy import PRESETS
 from narrowcast.precision.products.emulated import linear_product
 from narrowcast.precision.products.modes import EmulatedProducts
 from narrowcast.precision.products.operands import ProductFormats

@@ -7,7 +7,7 @@ from rich.console import Console
 from narrowcast.cli.view.screen import say
 from narrowcast.config import Recipe
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.plan.presets import policy_from
+from narrowcast.precision.plan.policy import policy_from
 from narrowcast.report.phrases import size
 from narrowcast.training.phase_plans import end_text, get_phases, phases_json
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from narrowcast.precision.plan.module_kinds import multiplies
-from narrowcast.precision.plan.module_plan import ModulePlan
+from narrowcast.precision.plan.module_plan import ModulePlan, multiplies
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.roles import GRADIENTS, OPERANDS, Role, roundings
 

@@ -14,9 +14,9 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.health.diagnose.diagnosis import Diagnosis, Remedy
 from narrowcast.health.diagnose.passes import Passes
 from narrowcast.precision.plan.fusing import AUTO, NONE
+from narrowcast.precision.plan.gains import WHOLE, in_fp32, widened
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.plan.widening import WHOLE, in_fp32, widened
 
 TRIES = 8
 """Policies that are tried for one verdict, each of which takes about as long as a step or two."""

@@ -24,8 +24,7 @@ from narrowcast.precision.fused.declared import fused_mlp_layers
 from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp
 from narrowcast.precision.fused.gelu_mlp import GeluMlp
-from narrowcast.precision.plan.module_kinds import multiplies
-from narrowcast.precision.plan.module_plan import ModulePlan
+from narrowcast.precision.plan.module_plan import ModulePlan, multiplies
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.roles import ROLES, roundings

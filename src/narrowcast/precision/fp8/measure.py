@@ -25,7 +25,7 @@ from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fp8.quantized_frozen_products import QuantizedFrozenProducts
 from narrowcast.precision.plan.module_plan import BLOCKS_AT
-from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.plan.policy import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.quantized_frozen import keep_layer
 from narrowcast.precision.swap import swap

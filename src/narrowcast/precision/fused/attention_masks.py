@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from narrowcast.precision.plan.pieces.attention_masks import MASKING, PACKED
+from narrowcast.precision.plan.known_models import MASKING, PACKED
 from narrowcast.precision.swap import Mixin, plain_class, swap
 
 _here = threading.local()

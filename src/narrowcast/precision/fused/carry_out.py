@@ -17,13 +17,13 @@ from narrowcast.precision.fused.elementwise import (
 )
 from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp, can_chain
 from narrowcast.precision.plan.fusing import requested_pieces
-from narrowcast.precision.plan.pieces.causal_loss import causal_models
-from narrowcast.precision.plan.pieces.known_modules import (
+from narrowcast.precision.plan.known_models import causal_models
+from narrowcast.precision.plan.known_modules import (
     GatedMlp,
     gelu_approximation,
     match_gated_mlp,
+    match_rms_norm,
 )
-from narrowcast.precision.plan.pieces.known_norms import match_rms_norm
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import swap
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from narrowcast.errors import ConfigError
 from narrowcast.precision.fused.declared import is_watched
 from narrowcast.precision.fused.linear_cross_entropy import linear_cross_entropy
-from narrowcast.precision.plan.pieces.causal_loss import standard_loss
+from narrowcast.precision.plan.known_models import standard_loss
 from narrowcast.precision.swap import Mixin, has_own_forward, plain_class, swap
 
 _here = threading.local()

@@ -15,8 +15,13 @@ from torch import Tensor, nn
 
 from narrowcast.kernels.launch import PLAIN
 from narrowcast.precision.fused.declared import is_watched
-from narrowcast.precision.plan.pieces.known_modules import ROTARY, GatedMlp, match_rotary
-from narrowcast.precision.plan.pieces.known_norms import RmsNorm, get_epsilon
+from narrowcast.precision.plan.known_modules import (
+    ROTARY,
+    GatedMlp,
+    RmsNorm,
+    get_epsilon,
+    match_rotary,
+)
 from narrowcast.precision.products.straight import is_transformed
 from narrowcast.precision.swap import Mixin
 

@@ -19,7 +19,7 @@ from narrowcast.precision.fp8.scaling import torch_dtype
 from narrowcast.precision.fp8.tensorwise import scaled_product
 from narrowcast.precision.fused.declared import is_watched
 from narrowcast.precision.fused.fp8_mlp import layouts_and_scale
-from narrowcast.precision.plan.pieces.known_modules import GatedMlp
+from narrowcast.precision.plan.known_modules import GatedMlp
 from narrowcast.precision.products.operands import ProductFormats, needs_scale
 from narrowcast.precision.products.straight import is_transformed
 from narrowcast.precision.swap import Mixin

@@ -33,8 +33,14 @@ from narrowcast.precision.modules.wrappers import (
     Untraced,
     WithoutFastPath,
 )
-from narrowcast.precision.plan.module_kinds import module_kind, multiplies, needs_one_dtype
-from narrowcast.precision.plan.module_plan import ModulePlan, is_uniform, widens
+from narrowcast.precision.plan.module_plan import (
+    ModulePlan,
+    is_uniform,
+    module_kind,
+    multiplies,
+    needs_one_dtype,
+    widens,
+)
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.entry import InRegion, PreparedModel, RegionEntry

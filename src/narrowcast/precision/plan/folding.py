@@ -49,3 +49,11 @@ def _ranges(numbers: list[int]) -> str:
             stretches.append([n, n])
     written = (str(a) if a == b else f"{a}–{b}" for a, b in stretches)
     return "{" + ", ".join(written) + "}"
+
+
+def decibel_range(matches: Sequence[float]) -> str:
+    """Write from the least to the most; nothing where there is none."""
+    if not matches:
+        return ""
+    low, high = f"{min(matches):.1f}", f"{max(matches):.1f}"
+    return f"{low} dB" if low == high else f"{low}–{high} dB"

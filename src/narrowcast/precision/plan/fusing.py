@@ -15,23 +15,20 @@ from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.precision.plan.folding import folded, groups_alike
-from narrowcast.precision.plan.module_plan import ModulePlan
-from narrowcast.precision.plan.pieces.attention_masks import makes_masks, why_masked
-from narrowcast.precision.plan.pieces.causal_loss import causal_models
-from narrowcast.precision.plan.pieces.known_modules import (
+from narrowcast.precision.plan.known_models import causal_models, makes_masks, why_masked
+from narrowcast.precision.plan.known_modules import (
     looks_like_a_gated_mlp,
     looks_like_a_gelu_written_out,
-    looks_like_turning,
-    match_gated_mlp,
-    match_rotary,
-    reason_not_gelu,
-)
-from narrowcast.precision.plan.pieces.known_norms import (
     looks_like_a_layer_norm,
     looks_like_a_norm,
+    looks_like_turning,
+    match_gated_mlp,
     match_rms_norm,
+    match_rotary,
+    reason_not_gelu,
     reason_not_layer_norm,
 )
+from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.policy import Policy, suggestion
 
 Fuse = str | Sequence[str]

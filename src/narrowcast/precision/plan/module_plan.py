@@ -4,27 +4,79 @@ A decision is made of four: what the policy says of the module, what its kind an
 the GPU gains by it as measured, and how the hardware runs what is left.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat, plain_format
-from narrowcast.precision.plan.gains import MIN_SPEEDUP, Gain, Measured, measured_gain
-from narrowcast.precision.plan.module_kinds import Kind, may_be_complex, multiplies, needs_one_dtype
+from narrowcast.precision.plan.gains import (
+    MIN_SPEEDUP,
+    Gain,
+    Measured,
+    in_one_format,
+    measured_gain,
+)
 from narrowcast.precision.plan.policy import FP8_FORMATS, PRODUCTS, Policy
 from narrowcast.precision.plan.quantized_frozen_plan import (
     QuantizedFrozenPlan,
     frozen_product_policy,
     relative_speed,
 )
-from narrowcast.precision.plan.widening import in_one_format
 from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 from narrowcast.precision.swap import has_own_forward, plain_class
+
+_CALLED_A_NORM = re.compile(r"Norm(\dd)?$", re.ASCII)  # LlamaRMSNorm, LayerNorm2d
+
+Kind = Literal[
+    "linear", "convolution", "attention", "recurrent", "embedding", "normalisation", "other"
+]
+
+
+def module_kind(module: nn.Module) -> Kind:
+    """Return the kind of a module, by its class.
+
+    A module of its own making that is called a norm (`LlamaRMSNorm`) is taken at its word.
+    """
+    match module:
+        case nn.Linear() | QuantizedFrozenLayer():
+            return "linear"
+        case _ConvNd():
+            return "convolution"
+        case nn.MultiheadAttention():
+            return "attention"
+        case nn.RNNBase() | nn.RNNCellBase():
+            return "recurrent"
+        case nn.Embedding() | nn.EmbeddingBag():
+            return "embedding"
+        case nn.LayerNorm() | nn.GroupNorm() | nn.RMSNorm() | nn.LocalResponseNorm() | _NormBase():
+            return "normalisation"
+    is_leaf = next(module.children(), None) is None
+    return "normalisation" if is_leaf and _CALLED_A_NORM.search(type(module).__name__) else "other"
+
+
+def may_be_complex(module: nn.Module, kind: Kind) -> bool:
+    """Say whether a module of its own making has a weight that `view_as_complex` would take."""
+    own = module.parameters(recurse=False)
+    return kind == "other" and any(weight.dim() > 1 and weight.shape[-1] == 2 for weight in own)
+
+
+def multiplies(kind: Kind) -> bool:
+    """Return whether a module of this kind multiplies."""
+    return kind not in ("embedding", "normalisation")
+
+
+def needs_one_dtype(kind: Kind) -> bool:
+    """Return whether torch takes the weights of such a module in one dtype only."""
+    return kind in ("recurrent", "normalisation")
+
 
 How = Literal["native", "emulated", "unchanged"]
 
@@ -73,6 +125,18 @@ class ModulePlan:
         }
 
 
+class ListedModule(NamedTuple):
+    """A module that gets a plan."""
+
+    name: str
+    module: nn.Module
+    kind: Kind
+    fresh: Sequence[nn.Parameter]
+    """Parameters that no earlier module holds."""
+    tied: bool
+    """Whether it shares a parameter with an earlier module."""
+
+
 class ModulePlanner:
     """Decides one module at a time."""
 
@@ -88,17 +152,9 @@ class ModulePlanner:
         self._unexcepted = replace(policy, exceptions=(), head="")
         self._measured = measured
 
-    def plan_module(
-        self,
-        name: str,
-        module: nn.Module,
-        kind: Kind,
-        fresh: Sequence[nn.Parameter],
-        *,
-        tied: bool,
-        moments: int,
-    ) -> ModulePlan:
-        """Return the plan of one module, which is the first to hold the `fresh` parameters."""
+    def plan_module(self, listed: ListedModule, *, moments: int) -> ModulePlan:
+        """Return the plan of one module."""
+        name, module, kind, fresh, tied = listed
         policy = self._policy.for_module(name)
         excepted = policy != self._unexcepted
         reason, gain = "", Gain(policy=policy)

@@ -13,8 +13,7 @@ from typing import Literal, get_args
 
 from narrowcast.errors import ConfigError
 from narrowcast.numerics import FORMATS
-from narrowcast.precision.plan.policy import suggestion
-from narrowcast.precision.plan.presets import policy_from
+from narrowcast.precision.plan.policy import policy_from, suggestion
 
 Phase = Literal["warmup", "full", "predict", "correct"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

@@ -4,25 +4,150 @@ A pure function of model, policy and hardware. The command line prints it, `prep
 and the report shows it: they read one value and cannot disagree.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from html import escape
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from narrowcast.errors import ConfigError
 from narrowcast.hardware import Hardware, Support, detect_hardware
+from narrowcast.precision.plan.folding import folded, groups_alike
 from narrowcast.precision.plan.fusing import Fuse, FusedPiece, fused_pieces, piece_lines
 from narrowcast.precision.plan.gains import Execution, Measured, detect_execution
 from narrowcast.precision.plan.gains import execution_lines as running_lines
 from narrowcast.precision.plan.memory import Memory, MemoryPlan, plan_memory
-from narrowcast.precision.plan.module_kinds import module_kind
-from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
-from narrowcast.precision.plan.policy import ITSELF, Policy, matches, suggestion
-from narrowcast.precision.plan.presets import AnyPolicy, policy_from
-from narrowcast.precision.plan.table import Table, as_html, as_text, make_table
+from narrowcast.precision.plan.module_plan import (
+    ListedModule,
+    ModulePlan,
+    ModulePlanner,
+    module_kind,
+    multiplies,
+    widens,
+)
+from narrowcast.precision.plan.policy import (
+    ITSELF,
+    PRODUCTS,
+    AnyPolicy,
+    Policy,
+    matches,
+    policy_from,
+    short_text,
+    suggestion,
+)
+from narrowcast.precision.plan.quantized_frozen_plan import describe_loss
 from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 from narrowcast.precision.swap import plain_class
+
+HEAD = ("module", "kind", "products", "weights", "how", "parameters", "reason")
+NUMBER = HEAD.index("parameters")
+ROLES = {"params": "weights", "grads": "gradients", "fp8": "weights in fp8"}
+
+
+class Table(NamedTuple):
+    """What is shown of a plan: a title, rows under `HEAD`, and what they come to."""
+
+    title: str
+    rows: list[tuple[str, ...]]
+    notes: list[tuple[str, str]]
+
+
+def make_table(
+    policy: Policy,
+    hardware: Hardware,
+    modules: Sequence[ModulePlan],
+    functional: Support,
+    sizes: Mapping[str, int],
+) -> Table:
+    """Return the table of a plan; modules that differ only in an index share a row."""
+    alike = groups_alike(modules, name=lambda m: m.name, treatment=lambda m: (*_row(m), m.kind))
+    total = sum(module.parameters for module in modules)
+    taken = [f"{ROLES.get(role, role)} {_mib(size)}" for role, size in sizes.items() if size]
+    outside = f"{policy.functional}, {functional.how}: {functional.reason}"
+    return Table(
+        title=f"{short_text(policy)} on {hardware.name} ({hardware.device})",
+        rows=[_folded_row(row) for row in alike],
+        notes=[
+            ("outside", f"products outside modules (attention, matmul): {outside}"),
+            ("in all", f"{len(modules)} modules, {total:,} parameters"),
+            ("memory", f"{' + '.join(taken)} = {_mib(sum(sizes.values()))}, and activations"),
+        ],
+    )
+
+
+def as_text(table: Table) -> str:
+    """Write a table in columns."""
+    lines = [HEAD, *table.rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD) - 1)]
+    written = [_aligned(line, widths) for line in lines]
+    width = max([9, *(len(name) + 2 for name, _ in table.notes)])
+    notes = [f"{name:<{width}}{text}" for name, text in table.notes]
+    return "\n".join([table.title, "", *written, "", *notes])
+
+
+def as_html(table: Table) -> str:
+    """Write a table for a notebook, in whatever colours that has."""
+    cell = "padding:2px 12px 2px 0;text-align:left;vertical-align:top"
+    number = cell.replace("left", "right")
+    rule = "border-bottom:1px solid currentColor"
+    styles = [number if i == NUMBER else cell for i in range(len(HEAD))]
+    head = "".join(
+        f'<th style="{style};{rule}">{name}</th>' for name, style in zip(HEAD, styles, strict=True)
+    )
+    rows = "".join(
+        "<tr style='background:none'>"
+        + "".join(
+            f'<td style="{style}">{escape(text)}</td>'
+            for text, style in zip(row, styles, strict=True)
+        )
+        + "</tr>"
+        for row in table.rows
+    )
+    notes = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in table.notes)
+    return (
+        '<div style="color:inherit;overflow-x:auto">'
+        f"<div><b>{escape(table.title)}</b></div>"
+        '<table style="border-collapse:collapse;color:inherit;background:none">'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{notes}</div>"
+    )
+
+
+def _row(module: ModulePlan) -> tuple[str, ...]:
+    """Return what a module has in every column but its name."""
+    shown = module.to_json()
+    products = [shown[role] for role in PRODUCTS]
+    reason = module.reason.removeprefix(f"{module.how}: ")
+    return (
+        module.kind,
+        products[0] if len(set(products)) == 1 else " ".join(products),
+        shown["params"],
+        module.how,
+        f"{module.parameters:,}",
+        reason,
+    )
+
+
+def _folded_row(alike: Sequence[ModulePlan]) -> tuple[str, ...]:
+    kind, products, weights, how, _, reason = _row(alike[0])
+    times = f" ×{len(alike)}" if len(alike) > 1 else ""
+    parameters = f"{sum(module.parameters for module in alike):,}"
+    name = folded([module.name for module in alike]) + times
+    reason = "; ".join(filter(None, [reason, describe_loss([module.frozen for module in alike])]))
+    return name, kind, products, weights, how, parameters, reason
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [
+        text.rjust(width) if i == NUMBER else text.ljust(width)
+        for i, (text, width) in enumerate(zip(line, widths, strict=False))
+    ]
+    return "  ".join([*cells, line[-1]]).rstrip()
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
 
 ASSUMED_ROWS = 8192
 """Rows a linear layer multiplies at once, where nobody says."""
@@ -143,44 +268,16 @@ def make_plan(
         ConfigError: The policy is invalid, or an exception matches no module.
         UnsupportedError: This hardware cannot run the policy as requested.
     """
-    hardware, execution = hardware or _model_hardware(model), detect_execution(model, execution)
+    hardware = hardware or _model_hardware(model)
+    execution = detect_execution(model, execution)
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
     _check_globs(whole, model)
-    planner = ModulePlanner(
-        whole,
-        hardware,
-        emulate,
-        measured=Measured(
-            speeds=hardware.speeds, rows=gemm_rows, execution=execution, skip_slow_fp8=skip_slow_fp8
-        ),
+    measured = Measured(
+        speeds=hardware.speeds, rows=gemm_rows, execution=execution, skip_slow_fp8=skip_slow_fp8
     )
-    seen: set[int] = set()
-    inside_attention: set[int] = set()
-    uncalled: set[str] = set()
-    modules: list[ModulePlan] = []
-    for name, module in model.named_modules():
-        kind = module_kind(module)
-        if kind == "attention":
-            inside_attention |= {id(child) for child in module.modules()} - {id(module)}
-        if id(module) in inside_attention:
-            continue
-        named = any(matches(name, glob) for glob, _ in whole.exceptions)
-        named |= name.rpartition(".")[0] in uncalled
-        if named and plain_class(module).forward is nn.Module.forward:
-            uncalled.add(name)  # a list of modules: what it is excepted from, they are
-            named = False
-        own = list(module.parameters(recurse=kind == "attention"))
-        itself = not name and any(glob == ITSELF for glob, _ in whole.exceptions)
-        if kind == "other" and not own and not (named and name) and not itself:
-            continue
-        fresh = [p for p in own if id(p) not in seen]
-        tied = len(own) > len(fresh)
-        seen |= {id(p) for p in own}
-        modules.append(planner.plan_module(name, module, kind, fresh, tied=tied, moments=moments))
-    totals: dict[str, int] = {}
-    for module_plan in modules:
-        for role, size in module_plan.bytes.items():
-            totals[role] = totals.get(role, 0) + size
+    planner = ModulePlanner(whole, hardware, emulate, measured=measured)
+    modules = [planner.plan_module(each, moments=moments) for each in _listed(model, whole)]
+    totals = _total_bytes(modules)
     functional = planner.support(whole.functional)
     fused = fused_pieces(
         model,
@@ -205,6 +302,40 @@ def make_plan(
         memory=saving,
         execution=execution,
     )
+
+
+def _listed(model: nn.Module, policy: Policy) -> Iterator[ListedModule]:
+    """Yield the modules of a plan: those with weights, products or an exception."""
+    seen: set[int] = set()
+    inside_attention: set[int] = set()
+    uncalled: set[str] = set()
+    globs = [glob for glob, _ in policy.exceptions]
+    for name, module in model.named_modules():
+        kind = module_kind(module)
+        if kind == "attention":
+            inside_attention |= {id(child) for child in module.modules()} - {id(module)}
+        if id(module) in inside_attention:
+            continue
+        named = any(matches(name, glob) for glob in globs)
+        named |= name.rpartition(".")[0] in uncalled
+        if named and plain_class(module).forward is nn.Module.forward:
+            uncalled.add(name)  # a list of modules: its exception applies to its members
+            named = False
+        own = list(module.parameters(recurse=kind == "attention"))
+        excepted = named if name else ITSELF in globs
+        if kind == "other" and not own and not excepted:
+            continue
+        fresh = [p for p in own if id(p) not in seen]
+        seen |= {id(p) for p in own}
+        yield ListedModule(name, module, kind, fresh, tied=len(own) > len(fresh))
+
+
+def _total_bytes(modules: Sequence[ModulePlan]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for each in modules:
+        for role, size in each.bytes.items():
+            totals[role] = totals.get(role, 0) + size
+    return totals
 
 
 def with_losses(plan: Plan, model: nn.Module) -> Plan:
@@ -235,3 +366,46 @@ def _model_hardware(model: nn.Module) -> Hardware:
     """Describe the device that a model is on; the best there is where it has no weights yet."""
     first = next(model.parameters(), None)
     return detect_hardware("auto" if first is None or first.is_meta else str(first.device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionChange:
+    """A module whose formats were changed in a run."""
+
+    module: str
+    before: str
+    """What it had, as `bf16` or `e4m3/e5m2 delayed`."""
+    after: str
+
+
+def changes_between(before: Plan, after: Plan) -> list[PrecisionChange]:
+    """Return the modules that two plans of a model treat differently, in its order."""
+    had = {module.name: formats_text(module, before) for module in before.modules}
+    has = {module.name: formats_text(module, after) for module in after.modules}
+    names = dict.fromkeys([*had, *has])
+    # A plan lists a module without weights only where an exception names it; else it is as around.
+    pairs = (
+        (n, had.get(n, before.policy.functional), has.get(n, after.policy.functional))
+        for n in names
+    )
+    return [PrecisionChange(module=n, before=a, after=b) for n, a, b in pairs if a != b]
+
+
+def formats_text(module: ModulePlan, plan: Plan) -> str:
+    """Say what a module computes in, and what its weights are kept in where that is not fp32."""
+    return ", ".join(_parts(module, plan))
+
+
+def _parts(module: ModulePlan, plan: Plan) -> Iterator[str]:
+    policy = module.policy
+    if module.kind == "normalisation":
+        yield policy.reduce
+    elif multiplies(module.kind):
+        formats = dict.fromkeys(getattr(policy, role) for role in PRODUCTS)
+        scaling = "" if policy.scaling == "none" else f" {policy.scaling}"
+        yield "/".join(formats) + scaling
+    if policy.params != "fp32":
+        master = "no master" if plan.policy.master == "none" else f"{plan.policy.master} master"
+        yield f"weights {policy.params} with {master}"
+    elif not multiplies(module.kind) and module.kind != "normalisation":
+        yield "weights fp32"

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from narrowcast.hardware import Speeds
-from narrowcast.precision.plan.decibels import decibel_range
+from narrowcast.precision.plan.folding import decibel_range
+from narrowcast.precision.plan.gains import in_one_format
 from narrowcast.precision.plan.policy import FP8_FORMATS, Policy
-from narrowcast.precision.plan.widening import in_one_format
 from narrowcast.precision.quantized_frozen import QuantizedFrozenInfo, QuantizedFrozenLayer
 
 SCALING: Final = "row"

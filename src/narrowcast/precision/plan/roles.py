@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from narrowcast.precision.plan.module_kinds import Kind, multiplies
+from narrowcast.precision.plan.module_plan import Kind, multiplies
 from narrowcast.precision.plan.policy import Policy
 
 Role = Literal["batch", "input", "weight", "output", "loss", "grad_output", "grad_weight", "update"]

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.plan.presets import short_text
-from narrowcast.precision.plan.widening import widened
+from narrowcast.precision.plan.gains import widened
+from narrowcast.precision.plan.policy import Policy, short_text
 
 
 @dataclass(frozen=True, kw_only=True)

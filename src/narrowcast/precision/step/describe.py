@@ -1,8 +1,8 @@
 """A prepared model in a few lines, of what the host knows: nothing here waits for the device."""
 
-from narrowcast.precision.plan.module_kinds import multiplies
+from narrowcast.precision.plan.module_plan import multiplies
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.plan.presets import short_text
+from narrowcast.precision.plan.policy import short_text
 from narrowcast.precision.step.engine import Engine
 
 

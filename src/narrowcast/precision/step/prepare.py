@@ -11,7 +11,7 @@ from narrowcast.precision.plan.fusing import Fuse
 from narrowcast.precision.plan.gains import Execution
 from narrowcast.precision.plan.memory import Memory
 from narrowcast.precision.plan.plan import Plan, make_plan
-from narrowcast.precision.plan.presets import AnyPolicy
+from narrowcast.precision.plan.policy import AnyPolicy
 from narrowcast.precision.step.checks import (
     check_buckets,
     check_execution,

@@ -19,10 +19,9 @@ from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.precision.dtensor import check_dtypes_stay
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.gradients.scale_request import RequestedScale, settings_from
-from narrowcast.precision.plan.diff import PrecisionChange, changes_between
 from narrowcast.precision.plan.gains import Execution
-from narrowcast.precision.plan.plan import Plan, make_plan
-from narrowcast.precision.plan.presets import AnyPolicy
+from narrowcast.precision.plan.plan import Plan, PrecisionChange, changes_between, make_plan
+from narrowcast.precision.plan.policy import AnyPolicy
 from narrowcast.precision.step.captured_step import CapturedStep
 from narrowcast.precision.step.checks import (
     check_execution,

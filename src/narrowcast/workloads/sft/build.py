@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import ConfigError
-from narrowcast.precision.plan.decibels import decibel_range
+from narrowcast.precision.plan.folding import decibel_range
 from narrowcast.workloads.sft.calling import Calling
 from narrowcast.workloads.sft.data.packing import Packs
 from narrowcast.workloads.sft.data.prepare import PreparedData, prepare_data

@@ -12,7 +12,7 @@ from torch import Tensor
 from narrowcast.config.problems import shown_path
 from narrowcast.errors import CheckpointError, ConfigError, DivergedError, UnsupportedError
 from narrowcast.hardware import detect_hardware
-from narrowcast.precision.plan.presets import PRESETS, policy_from
+from narrowcast.precision.plan.policy import PRESETS, policy_from
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.workloads.genomics.build import make_network

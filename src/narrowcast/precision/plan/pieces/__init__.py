@@ -1,1 +1,0 @@
-"""Pieces of a model that can be computed as one: what each is known by."""
