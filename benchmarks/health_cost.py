@@ -32,11 +32,11 @@ from narrowcast.workloads import load_recipe
 
 Step = Callable[[], object]
 
-UNMONITORED = ("steps=1000000000", "eval.every=0", "health.every=0", "health.verdicts=false")
+UNMONITORED = ("steps=1000000000", "eval.every=0", "health.every=0", "health.diagnose=false")
 OURS: dict[str, dict[str, Any]] = {
     "guard alone": {},
-    "lost updates, every step": {"meter_every": 1},
-    "diagnoses": {"overrides": ["health.verdicts=true"]},
+    "lost updates, every step": {"lost_updates_every": 1},
+    "diagnoses": {"overrides": ["health.diagnose=true"]},
     "statistics, every step": {"overrides": ["health.every=1"]},
     "statistics, every 50": {"overrides": ["health.every=50"]},
     "adaptive, idle": {"overrides": ["health.every=50", "precision.adapt.enabled=true"]},
@@ -48,14 +48,14 @@ WARM_UP = 8
 
 
 def our_step(
-    bench: Workbench, *, policy: str, meter_every: int = 0, ema_decay: float | None = None
+    bench: Workbench, *, policy: str, lost_updates_every: int = 0, ema_decay: float | None = None
 ) -> Step:
     run = prepare(
         bench.model,
         build_optimizer(bench.recipe.optimizer, bench.model, device=bench.device),
         policy=policy,
         clip_norm=bench.recipe.clip_norm,
-        meter_every=meter_every,
+        lost_updates_every=lost_updates_every,
         ema_decay=ema_decay,
         emulate=bench.recipe.precision.emulate,
     )
