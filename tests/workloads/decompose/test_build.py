@@ -45,9 +45,9 @@ def test_a_head_shares_the_components_of_its_embedding_where_that_is_asked(gpt2)
 
 
 def test_to_tie_what_is_no_pair_is_refused(gpt2):
-    with pytest.raises(ConfigError, match=r"name both, or leave sites\.tied out"):
+    with pytest.raises(ConfigError, match=r"Name both, or leave sites\.tied out"):
         tied("sites.names=[linear1]", "sites.components=20", "sites.tied=true")
-    with pytest.raises(ConfigError, match=r"name both, or leave sites\.tied out"):
+    with pytest.raises(ConfigError, match=r"Name both, or leave sites\.tied out"):
         of_gpt2(gpt2, "sites.names=[lm_head]", "sites.tied=true")
     with pytest.raises(ConfigError, match=r"or write sites\.tied=false"):
         tied("sites.names=[linear1, linear2]", "sites.components=[20, 10]")

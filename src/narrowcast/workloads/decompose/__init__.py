@@ -6,7 +6,7 @@ from narrowcast.config.workload import Command, Workload
 
 WORKLOAD = Workload(
     name="decompose",
-    about="takes the weights of a trained network apart into components that matter one by one",
+    about="decomposes the weights of a trained network into rank-one components",
     sections="narrowcast.workloads.decompose.settings:SECTIONS",
     task="narrowcast.workloads.decompose.task:build_task",
     report="narrowcast.workloads.decompose.report:sections",
@@ -15,7 +15,7 @@ WORKLOAD = Workload(
         Command(
             "decompose",
             "narrowcast.workloads.decompose.command:decompose",
-            about="compares the components of finished decompositions",
+            about="compares finished decompositions",
         ),
     ),
 )

@@ -57,11 +57,10 @@ def _check_checkpointing(recipe: Recipe) -> None:
     requested = recipe.memory.activation_checkpointing
     if requested != "none":
         raise ConfigError(
-            f"memory.activation_checkpointing={requested}: a block that the backward pass computes "
-            "again would be "
-            "the target's, without the masks of its pass; write "
-            "memory.activation_checkpointing=none, and "
-            "recompute=true for terms of the loss, such as losses.stochastic.recompute=true"
+            f"memory.activation_checkpointing must be none for decompose, got {requested}: "
+            "recomputed blocks would run without masks. Write "
+            "memory.activation_checkpointing=none, and recompute=true for terms of the loss, such "
+            "as losses.stochastic.recompute=true."
         )
 
 
@@ -125,12 +124,15 @@ def _patterns(
     patterns = requested.patterns or dict(own)
     if not patterns and not requested.identities:
         raise ConfigError(
-            "sites.names is empty, and this target has none of its own; write e.g. "
-            "sites.names=[model.layers.*.mlp.up_proj] sites.components=512"
+            "sites.names is empty, and this target has no default sites. Write e.g. "
+            "sites.names=[model.layers.*.mlp.up_proj] sites.components=512."
         )
     if not requested.names and requested.components is not None:
         if isinstance(requested.components, tuple):
-            raise ConfigError("sites.components has a number for each of sites.names; name them")
+            raise ConfigError(
+                "A list in sites.components needs sites.names, with one number per name. Write "
+                "sites.names."
+            )
         patterns = dict.fromkeys(patterns, requested.components)
     identities = dict.fromkeys(requested.identities, requested.identity_components or 0)
     return patterns, identities
@@ -145,8 +147,8 @@ def _tied(
     there = {name: other for name, other in own.items() if {name, other} <= names}
     if requested.tied and not there:
         raise ConfigError(
-            "sites.tied=true: no two of the sites are each other's transpose in this target; name "
-            "both, or leave sites.tied out"
+            "sites.tied=true needs two sites that are each other's transpose, but this target has "
+            "none. Name both, or leave sites.tied out."
         )
     wanted = bool(subject.tied) if requested.tied is None else requested.tied
     return there if wanted else {}

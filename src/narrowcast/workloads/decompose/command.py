@@ -1,4 +1,4 @@
-"""`narrowcast decompose`: what two finished decompositions have in common."""
+"""`narrowcast decompose`: compare finished decompositions."""
 
 import json
 
@@ -9,22 +9,29 @@ from narrowcast.plain_files import expand_path
 
 @click.group()
 def decompose() -> None:
-    """Look at finished decompositions."""
+    """Compare finished decompositions."""
 
 
 @decompose.command()
 @click.argument("first")
 @click.argument("second")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first.")
 @click.option(
-    "--other-seed", type=click.IntRange(0), default=0, show_default=True, help="Of the second."
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the first run."
+)
+@click.option(
+    "--other-seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Seed of the second run.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(first: str, second: str, seed: int, other_seed: int, as_json: bool) -> None:
-    """Tell how alike the living components of two runs are, site by site.
+    """Compare the alive components of two runs, site by site.
 
-    For each component of one run the best cosine with one of the other, of the matrices that they
-    are; the mean of these is the MMCS, and 1 where both runs found the same.
+    Each component is matched to the most similar component of the other run, by the cosine of
+    their rank-one matrices. MMCS is the mean of these cosines. It is 1 if both runs have the same
+    components.
     """
     from narrowcast.workloads.decompose.component_files import read_components
     from narrowcast.workloads.decompose.likeness import likeness
@@ -36,7 +43,7 @@ def compare(first: str, second: str, seed: int, other_seed: int, as_json: bool) 
         click.echo(json.dumps(rows, indent=1))
         return
     width = max(len(row["site"]) for row in rows)
-    click.echo(f"{'site':{width}}  alive      MMCS of the first, of the second, above 0.9")
+    click.echo(f"{'site':{width}}  alive      MMCS of the first and second run, cosine above 0.9")
     for row in rows:
         alive = f"{row['alive'][0]}, {row['alive'][1]}"
         click.echo(

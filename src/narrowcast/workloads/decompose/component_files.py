@@ -63,7 +63,7 @@ def read_components(folder: Path, *, seed: int = 0) -> dict[str, Components]:
     path = folder / COMPONENTS
     if not path.is_file():
         raise ConfigError(
-            f"{shown_path(path)} is not there; give the folder of a finished run of decompose"
+            f"{shown_path(path)} does not exist. Give the folder of a finished decompose run."
         )
     try:
         with safe_open(path, framework="pt") as file:
@@ -71,14 +71,14 @@ def read_components(folder: Path, *, seed: int = 0) -> dict[str, Components]:
             seeds = file.get_slice(f"{SITES}{names[0]}/V").get_shape()[0]
             if seed >= seeds:
                 raise ConfigError(
-                    f"{shown_path(folder)} has {seeds} seed{'s' * (seeds > 1)}, counted from 0; "
-                    f"there is no seed {seed}"
+                    f"seed must be below {seeds}, the number of seeds of {shown_path(folder)}, got "
+                    f"{seed}."
                 )
             targets = json.loads((file.metadata() or {}).get(TARGETS, "{}"))
             if missing := [name for name in names if name not in targets]:
                 raise CheckpointError(
                     f"{shown_path(path)} has no fingerprint of the target of {missing[0]}. Train "
-                    "this decomposition again"
+                    "this decomposition again."
                 )
             return {
                 name: Components(
@@ -90,4 +90,4 @@ def read_components(folder: Path, *, seed: int = 0) -> dict[str, Components]:
                 for name in names
             }
     except (SafetensorError, OSError, LookupError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{shown_path(path)} is damaged: {error}") from error
+        raise CheckpointError(f"{shown_path(path)} is damaged: {error}.") from error

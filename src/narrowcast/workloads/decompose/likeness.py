@@ -19,23 +19,22 @@ def likeness(
     shared = [name for name in first if name in second]
     if not shared:
         raise ConfigError(
-            f"the runs share no site: {', '.join(first)}; and {', '.join(second)}; compare "
-            "decompositions of one target"
+            f"The runs have no site in common: {', '.join(first)}; and {', '.join(second)}. "
+            "Compare decompositions of the same target."
         )
     rows = []
     for name in shared:
         one, other = first[name], second[name]
         if (one.v.shape[0], one.u.shape[1]) != (other.v.shape[0], other.u.shape[1]):
             raise ConfigError(
-                f"{name} is a matrix of {one.v.shape[0]} x {one.u.shape[1]} in one run and of "
-                f"{other.v.shape[0]} x {other.u.shape[1]} in the other; compare decompositions of "
-                "one target"
+                f"{name} is {one.v.shape[0]} x {one.u.shape[1]} in one run and {other.v.shape[0]} "
+                f"x {other.u.shape[1]} in the other. Compare decompositions of the same target."
             )
         if one.target != other.target:
             raise ConfigError(
-                f"{name} has different weights in the two targets, so its components do not "
-                "compare. Compare decompositions of one target; each seed of a toy trains a target "
-                "of its own"
+                f"{name} has different weights in the two targets, so its components are not "
+                "comparable. Compare decompositions of the same target; each seed of a toy trains "
+                "its own target."
             )
         best = compare_runs(one, other)
         rows.append(

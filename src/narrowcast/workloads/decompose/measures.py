@@ -73,7 +73,7 @@ def _groups(sites: Sequence[Site], globs: Sequence[str]) -> Mapping[str, list[st
         members = [name for name in names if fnmatchcase(name, glob)]
         if not members:
             raise ConfigError(
-                f"eval_tasks.groups: {glob!r} matches no site; sites: {', '.join(names)}"
+                f"eval_tasks.groups must match sites ({', '.join(names)}), got {glob!r}."
             )
         message[f"/{glob}"] = members
     return message

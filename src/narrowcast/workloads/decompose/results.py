@@ -156,13 +156,13 @@ def _verdicts(result: DecompositionResult) -> Iterable[SeedResult]:
     right = result.right
     for seed in range(len(result.faithfulness)):
         counts = ", ".join(f"{each.site.name} {int(each.alive[seed])}" for each in result.sites[:8])
-        said = f"components alive: {counts}"
+        said = f"alive components: {counts}"
         if right is None:
             yield SeedResult(seed=seed, said=said)
             continue
-        judged = "as the ground truth has it"
+        judged = "matches the ground truth"
         if faults := result.faults(seed):
-            judged = f"not as the ground truth has it: {'; '.join(faults)}"
+            judged = f"does not match the ground truth: {'; '.join(faults)}"
         yield SeedResult(seed=seed, right=bool(right[seed]), said=f"{judged}; {said}")
 
 

@@ -236,8 +236,8 @@ def build_subject(recipe: Recipe, *, device: torch.device) -> ToySubject | Langu
     if not requested.toy:
         if settings.seeds > 1:
             raise ConfigError(
-                f"decomposition.seeds={settings.seeds}: several decompositions at once are for "
-                "toys; a language model has one, write decomposition.seeds=1"
+                f"decomposition.seeds must be 1 for a language model, got {settings.seeds}. "
+                "Several seeds are only for toys."
             )
         language = language_target(
             requested.path, text=data.text, length=data.length, device=device
@@ -259,8 +259,8 @@ def _check_no_text(toy: str, data: DecomposeData) -> None:
     for name in ("text", "length"):
         if getattr(data, name) != DecomposeData.model_fields[name].default:
             raise ConfigError(
-                f"data.{name}: model.toy={toy} draws samples of its own, and reads none; leave "
-                f"data.{name} out, or write model.path=FOLDER instead of model.toy"
+                f"data.{name} cannot be set with model.toy={toy}, which generates its own samples. "
+                f"Leave data.{name} out, or write model.path=FOLDER instead of model.toy."
             )
 
 

@@ -77,9 +77,8 @@ class LmData(DataSection):
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
-        """Refuse text beside random tokens, and a tokenizer that would have nothing to do."""
         if SYNTHETIC in self.sources and not self.synthetic:
-            text = f"{SYNTHETIC} tokens and text do not mix; name one of them (or ./{SYNTHETIC})"
+            text = f"{SYNTHETIC} cannot be combined with text; write one of them (or ./{SYNTHETIC})"
             check_conflicts([(("text",), text)])
         if self.synthetic and self.tokenizer != "bytes":
             text = (
@@ -94,7 +93,7 @@ class LmModel(Section):
     """The shape of a GPT."""
 
     layers: int = Field(default=4, ge=1, le=MOST_LAYERS, description="blocks of attention and mlp")
-    width: int = Field(default=128, ge=2, le=WIDEST, description="numbers that carry a token")
+    width: int = Field(default=128, ge=2, le=WIDEST, description="width of the residual stream")
     heads: int = Field(default=4, ge=1, le=WIDEST, description="attention heads; they divide width")
     kv_heads: int | None = Field(
         default=None,
@@ -131,34 +130,32 @@ class LmModel(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        """Refuse heads that do not divide the width, or that rotary positions cannot pair up."""
         if self.width % self.heads:
             nearest = max(n for n in range(1, self.heads) if self.width % n == 0)
             text = f"{self.heads} heads do not divide width {self.width}; write heads={nearest}"
             check_conflicts([(("heads", "width"), text)])
         if (self.width // self.heads) % 2:
             text = (
-                f"rotary positions turn pairs, and {self.heads} heads of width {self.width} "
-                f"have {self.width // self.heads} numbers each, an odd count; "
-                f"write width={2 * self.width}"
+                f"rotary positions need an even head width, got {self.width // self.heads} "
+                f"(width {self.width} over {self.heads} heads); write width={2 * self.width}"
             )
             check_conflicts([(("heads", "width"), text)])
         if self.kv_heads is not None and self.heads % self.kv_heads:
             nearest = max(n for n in range(1, self.kv_heads) if self.heads % n == 0)
-            text = f"{self.kv_heads} do not divide {self.heads} heads; write kv_heads={nearest}"
+            text = f"kv_heads must divide heads ({self.heads}); write kv_heads={nearest}"
             check_conflicts([(("kv_heads", "heads"), text)])
         return self
 
 
 class LmRehearsal(Section):
-    """To rehearse what a run does about trouble; not for a run that counts."""
+    """Provoke an overflow, to see how a run reacts."""
 
     swell: int = Field(
         default=0,
         ge=0,
         le=MOST_STEPS,
-        description="double what passes through the middle block's mlp.down every so many steps, "
-        "and halve it after; 0: not",
+        description="double the input of the middle block's mlp.down every so many steps, and "
+        "divide its output to match; 0: off",
     )
 
 

@@ -1,4 +1,4 @@
-"""The workload that teaches how to write one: the last digit of Roman numerals."""
+"""An example workload: predict the last digit of a Roman numeral."""
 
 from pathlib import Path
 

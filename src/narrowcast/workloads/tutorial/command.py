@@ -1,4 +1,4 @@
-"""`narrowcast tutorial`: a numeral by itself."""
+"""`narrowcast tutorial`: print a Roman numeral."""
 
 import click
 
@@ -8,5 +8,5 @@ from narrowcast.workloads.tutorial.roman import roman
 @click.command()
 @click.argument("number", type=click.IntRange(1, 3999))
 def tutorial(number: int) -> None:
-    """Write NUMBER as the Romans did."""
+    """Print NUMBER as a Roman numeral."""
     click.echo(roman(number))

@@ -5,7 +5,7 @@ SIGNS |= {"IX": 9, "V": 5, "IV": 4, "I": 1}
 
 
 def roman(number: int) -> str:
-    """Write a number from 1 to 3999 as the Romans did."""
+    """Return a number from 1 to 3999 as a Roman numeral."""
     text = ""
     for sign, value in SIGNS.items():
         text, number = text + sign * (number // value), number % value

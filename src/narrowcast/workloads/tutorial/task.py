@@ -1,4 +1,4 @@
-"""The task: letters of a Roman numeral in, the last digit of the number out."""
+"""The task: predict the last digit of a number from its Roman numeral."""
 
 import json
 from pathlib import Path
@@ -22,13 +22,13 @@ LETTERS, LONGEST = " IVXLCDM", 15
 
 
 def collate(numbers: list[int]) -> dict[str, Tensor]:
-    """Pad numerals, which have from 1 to 15 letters, so that their ends stand in one column."""
+    """Pad numerals, which have 1 to 15 letters, on the left."""
     letters = [[LETTERS.index(each) for each in roman(n).rjust(LONGEST)] for n in numbers]
     return {"letters": torch.tensor(letters), "number": torch.tensor(numbers)}
 
 
 class Reader(nn.Module):
-    """Letters at their places, through one hidden layer, to ten digits and a size."""
+    """An MLP from letters to ten digit logits and a size."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Reader(nn.Module):
 
 
 def build_task(recipe: Recipe, *, device: torch.device) -> Task:
-    """Return the task; on the meta device only the shapes of its model count."""
+    """Return the task; on the meta device only the shapes of the model matter."""
     with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(recipe.seed)
         model = Reader(recipe.section(NumeralModel).width).to(device)

@@ -37,16 +37,16 @@ def test_sites_are_in_the_targets_order_with_their_widths():
         (
             {"h.*.fc": 4},
             {},
-            "'h.*.fc' matches no module of the target, whose matrices are wte, h.*.c_fc, h.*.out$",
+            "'h.*.fc' matches no module of the target. Its matrices are wte, h.*.c_fc, h.*.out.$",
         ),
         ({"wte": 4}, {"nothing": 4}, "'nothing' matches no module"),
-        ({"h.0.*": 4}, {}, "h.0.norm is a LayerNorm"),
-        ({"h.0": 4}, {}, "h.0 is a ModuleDict"),
+        ({"h.0.*": 4}, {}, "got h.0.norm, a LayerNorm"),
+        ({"h.0": 4}, {}, "got h.0, a ModuleDict"),
         ({"h.0.c_fc": 4, "*.c_fc": 4}, {}, "h.0.c_fc matches both 'h.0.c_fc' and"),
-        ({"wte": 0}, {}, "0 components for wte"),
-        ({"wte": 513}, {}, "from 1 to 512"),
+        ({"wte": 0}, {}, "components of wte, a 20 x 8 matrix, must"),
+        ({"wte": 513}, {}, "between 1 and 512"),
         ({}, {"wte": 4}, "wte is an embedding"),
-        ({}, {}, "no site is named"),
+        ({}, {}, "No sites are named"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(patterns, identities, said):
@@ -57,10 +57,10 @@ def test_what_cannot_be_meant_is_refused(patterns, identities, said):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (Scaled(5, 4), "is a Scaled"),
-        (nn.Embedding(5, 4, max_norm=1.0), "change no weight"),
-        (nn.Conv1d(4, 4, 1), "is a Conv1d"),
-        (weight_norm(nn.Linear(4, 4)), "is a ParametrizedLinear"),
+        (Scaled(5, 4), "got it, a Scaled"),
+        (nn.Embedding(5, 4, max_norm=1.0), "without max_norm"),
+        (nn.Conv1d(4, 4, 1), "got it, a Conv1d"),
+        (weight_norm(nn.Linear(4, 4)), "got it, a ParametrizedLinear"),
     ],
 )
 def test_a_module_that_does_more_than_apply_its_matrix_is_refused(module, said):

@@ -173,20 +173,20 @@ def test_biases_begin_at_zero_and_weights_at_the_scale_of_their_fan(kind):
 def test_an_embedding_is_refused_where_its_input_would_have_to_be_a_vector():
     tokens = [Site("wte", "embedding", d_in=100, d_out=8, components=4, bias=False)]
     assert build_importance("mlp", tokens, seeds=1, hidden=[4]).needs == "acts"
-    with pytest.raises(ConfigError, match=r"wte is an embedding.* write importance\.kind=mlp"):
+    with pytest.raises(ConfigError, match=r"wte is an embedding.* Write importance\.kind=mlp"):
         build_importance("vector_mlp", tokens, seeds=1, hidden=[4])
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("scalar", {"hidden": [4]}, "there is no importance function 'scalar'; write one of mlp"),
-        ("mlp", {"hidden": []}, r"write hidden: \[16\], not \[\]"),
-        ("global_transformer", {"hidden": [4]}, "needs a width, blocks and heads"),
+        ("scalar", {"hidden": [4]}, "must be one of mlp, .* got 'scalar'"),
+        ("mlp", {"hidden": []}, r"got \[\]. Write e.g. hidden: \[16\]"),
+        ("global_transformer", {"hidden": [4]}, "needs width, blocks and heads"),
         (
             "global_transformer",
             {"hidden": [4], "width": 30, "blocks": 1, "heads": 4},
-            "write width: 24",
+            "Write width: 24",
         ),
     ],
 )

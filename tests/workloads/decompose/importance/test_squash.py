@@ -71,7 +71,7 @@ def test_other_kinds_squash_alike_for_masks_and_for_losses(kind, definition):
 
 
 def test_an_unknown_kind_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="write one of leaky_hard, normal, hard, swish_hard"):
+    with pytest.raises(ConfigError, match="must be one of leaky_hard, normal, hard, swish_hard"):
         lower(torch.zeros(1), "soft")
 
 

@@ -83,12 +83,15 @@ def test_an_importance_that_dips_below_zero_weighs_nothing(numbers, p_final):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"p": 0.0}, "p and p_final are above 0"),
-        ({"epsilon": 0.0}, "epsilon is above 0 and below 1, not 0; write 1e-12"),
-        ({"anneal_from": 0.5, "anneal_to": 0.5}, "cannot anneal from 0.5 to 0.5"),
-        ({"beta": -1.0}, "beta is at least 0"),
-        ({"reference_rows": 100}, "reference_rows are of the frequency term; write a beta"),
-        ({"anneal_to": 0.5}, "nothing to anneal to; write a p_final"),
+        ({"p": 0.0}, "p and p_final must be above 0"),
+        ({"epsilon": 0.0}, "epsilon must be above 0 and below 1, got 0. Write 1e-12"),
+        (
+            {"anneal_from": 0.5, "anneal_to": 0.5},
+            "anneal_from must be below anneal_to, .* got 0.5 and 0.5",
+        ),
+        ({"beta": -1.0}, "beta must be at least 0"),
+        ({"reference_rows": 100}, "reference_rows is only for the frequency term. Write a beta"),
+        ({"anneal_to": 0.5}, "annealing needs a p_final"),
     ],
 )
 def test_penalties_that_are_none_are_refused(settings, message):

@@ -142,11 +142,11 @@ def test_the_budget_is_smaller_early_and_spent_only_at_every_kth_step():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 0}, "steps, early_steps and every are at least 1"),
-        ({"every": 0}, "steps, early_steps and every are at least 1"),
-        ({"early_steps": 2}, "early_steps go with the share of the run"),
-        ({"early_until": 0.5}, "early_steps go with the share of the run"),
-        ({"step_size": 0.0}, "a step_size of 0.0 does not ascend"),
+        ({"steps": 0}, "steps, early_steps and every must be at least 1"),
+        ({"every": 0}, "steps, early_steps and every must be at least 1"),
+        ({"early_steps": 2}, "early_steps and early_until must be set together"),
+        ({"early_until": 0.5}, "early_steps and early_until must be set together"),
+        ({"step_size": 0.0}, "step_size must be above 0"),
     ],
 )
 def test_budgets_that_are_none_are_refused(settings, message):

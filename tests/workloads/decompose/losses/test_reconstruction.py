@@ -187,10 +187,16 @@ def test_a_pass_computed_again_keeps_fewer_numbers(network):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batched": True}, "batched is about routing: layerwise, not all"),
-        ({"probability": 0.5}, "static_probability and a probability go together"),
-        ({"routing": "static_probability"}, "static_probability and a probability go together"),
-        ({"routing": "static_probability", "probability": 0.0}, "a probability of 0.0 is none"),
+        ({"batched": True}, "batched needs routing: layerwise, got all"),
+        ({"probability": 0.5}, "static_probability and probability must be set together"),
+        (
+            {"routing": "static_probability"},
+            "static_probability and probability must be set together",
+        ),
+        (
+            {"routing": "static_probability", "probability": 0.0},
+            "probability must be above 0, got 0.0",
+        ),
     ],
 )
 def test_settings_that_do_nothing_are_refused(settings, message):

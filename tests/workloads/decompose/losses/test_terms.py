@@ -165,5 +165,5 @@ def test_a_captured_step_replays_with_new_draws(request, term, kind):
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's, of one that was refused
 def test_what_cannot_be_drawn_again_inside_a_graph_is_refused(network):
     step, losses = prepared(network, "recomputed", device="cuda")
-    with pytest.raises(UnsupportedError, match="cannot draw the same ones again"):
+    with pytest.raises(UnsupportedError, match="cannot be drawn again"):
         captured(step, losses)

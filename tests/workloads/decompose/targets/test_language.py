@@ -109,7 +109,7 @@ def test_a_model_of_random_weights_is_refused(folder, rhyme, tmp_path):
     model = GPT2LMHeadModel(GPT2Config.from_pretrained(folder))
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="it was never trained"):
+    with pytest.raises(ConfigError, match="no better than chance"):
         language_target(str(tmp_path), text=[rhyme], length=32, device="cpu")
 
 
@@ -134,7 +134,7 @@ def test_a_run_can_be_decomposed_on_other_text(run, rhyme):
 
 def test_a_run_that_has_not_ended_is_refused(run, tmp_path):
     (tmp_path / "resolved.json").write_bytes((run / "resolved.json").read_bytes())
-    with pytest.raises(ConfigError, match="the run has not ended; narrowcast resume"):
+    with pytest.raises(ConfigError, match=r"the run is not finished. Run narrowcast resume"):
         language_target(str(tmp_path), text=[], length=32, device="cpu")
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="is damaged"):
@@ -152,17 +152,17 @@ def test_other_text_is_refused_where_tokens_were_learnt_from_the_run_s_own(run, 
     resolved = json.loads((run / "resolved.json").read_text())
     resolved["data.tokenizer"]["value"] = "bpe"
     (tmp_path / "resolved.json").write_text(json.dumps(resolved))
-    with pytest.raises(ConfigError, match=r"learnt its tokens from its own text.*leave data\.text"):
+    with pytest.raises(ConfigError, match=r"tokenizer trained on its own text.*Leave data\.text"):
         language_target(str(tmp_path), text=[rhyme], length=32, device="cpu")
 
 
 def test_a_longer_window_than_positions_is_refused(folder, rhyme):
-    with pytest.raises(ConfigError, match=r"positions of .* end at 64; write data\.length=64"):
+    with pytest.raises(ConfigError, match=r"context length of .* got .*Write data\.length=64"):
         language_target(str(folder), text=[rhyme], length=65, device="cpu")
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path, rhyme):
-    with pytest.raises(ConfigError, match="holds no model; give the folder of a run of lm"):
+    with pytest.raises(ConfigError, match=r"has no model. Give the folder of an lm run"):
         language_target(str(tmp_path), text=[rhyme], length=32, device="cpu")
 
 
@@ -176,7 +176,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path, rhyme):
 def test_a_file_that_is_no_small_llama_is_refused(tmp_path, size):
     (tmp_path / "model.bin").write_bytes(b"\1" * size)
     (tmp_path / "tok.bin").write_bytes(b"\1" * size)
-    with pytest.raises(ConfigError, match=r"not in the first layout of llama2\.c"):
+    with pytest.raises(ConfigError, match=r"not in the version 0 format of llama2\.c"):
         language_target(str(tmp_path), text=["any"], length=32, device="cpu")
 
 

@@ -53,7 +53,7 @@ def test_training_halves_the_error_of_a_network_that_adds_nothing():
 
 
 def test_a_network_that_was_not_trained_is_refused():
-    with pytest.raises(ConfigError, match=r"resid_mlp1 has not learnt.*up to 100 of 100"):
+    with pytest.raises(ConfigError, match=r"resid_mlp1 did not learn.*up to 100 of 100"):
         toy_target("resid_mlp1", seeds=1, seed=0, device="cpu", steps=0)
 
 

@@ -93,7 +93,7 @@ def test_an_identity_layer_changes_nothing():
 
 def test_a_network_that_was_not_trained_is_refused():
     with pytest.raises(
-        ConfigError, match=r"tms_5-2 has not learnt.*model.pretrain_steps=0.*a larger one"
+        ConfigError, match=r"tms_5-2 did not learn.*model.pretrain_steps=0.*a larger one"
     ):
         toy_target("tms_5-2", seeds=3, seed=0, device="cpu", steps=0)
 
@@ -101,7 +101,7 @@ def test_a_network_that_was_not_trained_is_refused():
 def test_a_dead_network_is_refused(learnt):
     state = {key: value.clone() for key, value in learnt.target.state_dict().items()}
     state["linear2.bias"][3] = -10.0
-    with pytest.raises(ConfigError, match=r"seed 3 of 5.*dead"):
+    with pytest.raises(ConfigError, match=r"seed 3 of 5.*all outputs are 0"):
         toy_target("tms_5-2", seeds=5, seed=0, device="cpu", trained=state)
 
 

@@ -30,7 +30,7 @@ def test_its_sites_are_there_and_so_are_those_whose_truth_is_known(name):
 
 @pytest.mark.parametrize("name", ["tms_5", "tms_0-2", "tms_5-2-ID", "resid_mlp4", "tms_5-2\n", ""])
 def test_a_name_that_is_none_is_refused_with_those_there_are(name):
-    with pytest.raises(ConfigError, match=r"no such toy network; write tms_5-2 .* or induction"):
+    with pytest.raises(ConfigError, match=r"model.toy must be tms_5-2 .* or induction, got"):
         toy_plan(name)
 
 

@@ -39,10 +39,10 @@ def test_windows_are_those_of_the_text(tmp_path):
 @pytest.mark.parametrize(
     ("content", "length", "vocabulary", "why"),
     [
-        (b"abc", 2, 256, r"3 tokens, which are 1 windows of data\.length=2"),
-        (b" \n ", 2, 256, r"write data\.text=\[FILE\]"),
+        (b"abc", 2, 256, r"two windows of data\.length=2.*3 tokens \(1 windows\)"),
+        (b" \n ", 2, 256, r"Write data\.text=\[FILE\]"),
         (b"abc\xff", 2, 256, "not UTF-8 text: byte 0xff at 3"),
-        (b"abcdef", 2, 100, "up to number 102, and the model knows 100"),
+        (b"abcdef", 2, 100, "returns token 102 for data.text, but the model has 100"),
     ],
 )
 def test_text_that_cannot_be_cut_is_refused(tmp_path, content, length, vocabulary, why):
@@ -52,5 +52,5 @@ def test_text_that_cannot_be_cut_is_refused(tmp_path, content, length, vocabular
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.txt: no such file"):
+    with pytest.raises(ConfigError, match=r"none\.txt does not exist"):
         read_windows([f"{tmp_path}/none.txt"], as_bytes, length=2, vocabulary=256)

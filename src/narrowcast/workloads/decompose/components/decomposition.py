@@ -88,7 +88,9 @@ class Decomposition(nn.Module):
         alone are looked for. Kernels draw from `seed`, where a pass is to draw what another did.
         """
         if masks is not None and len(masks) != len(self.sites):
-            raise ConfigError(f"{len(masks)} masks for {len(self.sites)} sites; give one for each")
+            raise ConfigError(
+                f"masks must be one per site, got {len(masks)} for {len(self.sites)} sites."
+            )
         chosen = [None] * len(self.sites) if masks is None else list(masks)
         drawn = _seed(chosen) if seed is None else seed
         current = Pass(chosen, self._pairs(frozen), cache, drawn)
@@ -117,7 +119,8 @@ class Decomposition(nn.Module):
         for index, (site, mask) in enumerate(zip(self.sites, current.masks, strict=True)):
             if index not in current.visited and (mask is not None or current.cache != "none"):
                 raise ConfigError(
-                    f"the target does not call {site.name} in a pass; leave it out of the sites"
+                    f"The target does not call {site.name} in a forward pass. Remove it from the "
+                    "sites."
                 )
 
     def _replace(self) -> None:
@@ -175,7 +178,7 @@ def _taken(raw: Any, output: Callable[[Any], Tensor] | str | None) -> Tensor:
         result = getattr(raw, output, None)
     if not isinstance(result, Tensor):
         raise ConfigError(
-            f"the target returns a {type(raw).__name__}, of which output={output!r} is no tensor; "
-            "name the attribute that is, such as logits, or idx_0 for the first of several"
+            f"output={output!r} must name a tensor of the target's {type(raw).__name__}. Name the "
+            "attribute that is one, such as logits, or idx_0 for the first of several."
         )
     return result

@@ -70,8 +70,7 @@ class ComponentModule(nn.Module):
         assert weight is not None
         if weight.dim() == 3 and weight.shape[0] != seeds:
             raise ConfigError(
-                f"{name} has weights of {weight.shape[0]} seeds, and {seeds} are decomposed; "
-                f"write {weight.shape[0]} seeds"
+                f"seeds must be {weight.shape[0]} like the weights of {name}, got {seeds}."
             )
         bias = module._parameters.get("bias")
         return cls(name, site_kind(name, module), weight, bias, seeds=seeds, line=line)
@@ -118,8 +117,8 @@ class ComponentModule(nn.Module):
         assert self.index is not None
         if self.index in current.visited:
             raise ConfigError(
-                f"the target calls {self.name} more than once in a pass, and a mask is for one "
-                "call; choose other sites"
+                f"The target calls {self.name} more than once per forward pass, but a mask is for "
+                "one call. Choose other sites."
             )
         current.visited.add(self.index)
         if current.cache == "inputs":
@@ -135,8 +134,8 @@ class ComponentModule(nn.Module):
             return x.reshape(1, -1, *width)
         if x.dim() < 2 or x.shape[0] != self.seeds:
             raise ConfigError(
-                f"{self.name} is given {tuple(x.shape)}, whose first dimension is not the "
-                f"{self.seeds} seeds; give the target each seed's batch side by side"
+                f"The first dimension of the input of {self.name} must be {self.seeds} seeds, got "
+                f"{tuple(x.shape)}. Pass the batches of all seeds stacked."
             )
         return x.reshape(self.seeds, -1, *width)
 
@@ -165,8 +164,8 @@ def _only_input(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     settings = [*args, *kwargs.values()]
     if len(settings) != 1 or not isinstance(settings[0], Tensor):
         raise ConfigError(
-            f"the target calls {name} with {len(settings)} arguments, and a site takes one tensor; "
-            "choose other sites"
+            f"The target calls {name} with {len(settings)} arguments, but a site takes one tensor. "
+            "Choose other sites."
         )
     return settings[0]
 
@@ -174,6 +173,6 @@ def _only_input(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 def _check_rows(name: str, mask: SiteMask, expected: tuple[int, int, int]) -> None:
     if mask.importance.shape != expected:
         raise ConfigError(
-            f"the mask of {name} is {tuple(mask.importance.shape)}, and its pass has {expected}: "
-            "seeds, rows and components; make masks from a pass over the same batch"
+            f"The mask of {name} must have shape {expected} (seeds, rows, components), got "
+            f"{tuple(mask.importance.shape)}. Make masks from a pass over the same batch."
         )

@@ -39,9 +39,8 @@ class Site:
         rank = min(self.d_in, self.d_out)
         if not 1 <= self.components <= MOST_PER_RANK * rank:
             raise ConfigError(
-                f"{self.components} components for {self.name}, a matrix of {self.d_in} x "
-                f"{self.d_out}: write a number from 1 to {MOST_PER_RANK * rank}, {MOST_PER_RANK} "
-                "for each of its ranks"
+                f"components of {self.name}, a {self.d_in} x {self.d_out} matrix, must be between "
+                f"1 and {MOST_PER_RANK * rank} ({MOST_PER_RANK} per rank), got {self.components}."
             )
 
 
@@ -63,7 +62,7 @@ def find_sites(
         if name in chosen:
             sites.append(_site(name, module, chosen[name]))
     if not sites:
-        raise ConfigError("no site is named; name modules to take apart, such as 'h.*.mlp.c_fc'")
+        raise ConfigError("No sites are named. Name modules to decompose, such as 'h.*.mlp.c_fc'.")
     return sites
 
 
@@ -72,12 +71,12 @@ def site_kind(name: str, module: nn.Module) -> Kind:
     kind = _kind(module)
     if kind is None:
         raise ConfigError(
-            f"{name} is a {type(module).__name__}, and sites are linear layers, Conv1D, or "
-            "embeddings that change no weight: let the pattern name those alone"
+            f"Sites must be linear layers, Conv1D, or embeddings without max_norm, got {name}, a "
+            f"{type(module).__name__}. Write a pattern that matches only those."
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise ConfigError(
-            f"{name} has hooks, which components in its place would not call; remove them first"
+            f"{name} has hooks, which the components would not call. Remove them first."
         )
     return kind
 
@@ -90,14 +89,13 @@ def _matches(target: nn.Module, patterns: Mapping[str, int]) -> dict[str, int]:
         here = [name for name in names if fnmatchcase(name, pattern)]
         if not here:
             raise ConfigError(
-                f"{pattern!r} matches no module of the target, whose matrices are {_some(target)}"
+                f"{pattern!r} matches no module of the target. Its matrices are {_some(target)}."
             )
         for name in here:
             if name in results:
                 raise ConfigError(
-                    f"{name} matches both {results[name][0]!r} and {pattern!r}; write patterns "
-                    "that "
-                    "share no module"
+                    f"{name} matches both {results[name][0]!r} and {pattern!r}. Write patterns "
+                    "that do not overlap."
                 )
             results[name] = pattern, components
     _check_shared(target, results)
@@ -116,8 +114,8 @@ def _check_shared(target: nn.Module, names: Mapping[str, object]) -> None:
         same = known[id(target.get_submodule(name))]
         if len(same) > 1:
             raise ConfigError(
-                f"{' and '.join(same)} are one module, called more than once in a pass: its "
-                "activations are of several places; choose other sites"
+                f"{' and '.join(same)} are one module that is called more than once per forward "
+                "pass. Choose other sites."
             )
 
 
@@ -144,8 +142,7 @@ def _identity(name: str, module: nn.Module, components: int) -> Site:
     kind = site_kind(name, module)
     if kind == "embedding":
         raise ConfigError(
-            f"{name} is an embedding, and token numbers have no identity to take apart; name a "
-            "linear layer"
+            f"{name} is an embedding, which has no identity to decompose. Name a linear layer."
         )
     width, _ = _widths(kind, module)
     return Site(f"{name}.{IDENTITY}", "identity", width, width, components, bias=False)

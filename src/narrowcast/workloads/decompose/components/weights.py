@@ -99,18 +99,19 @@ def make_components(
 def _check_tie(sites: Mapping[str, Site], name: str, other: str, tied: Mapping[str, str]) -> None:
     for each in (name, other):
         if each not in sites:
-            raise ConfigError(f"tied names {each}, which is no site; sites are {', '.join(sites)}")
+            raise ConfigError(f"tied must name sites ({', '.join(sites)}), got {each}.")
     if other in tied:
         raise ConfigError(
-            f"{name} is tied to {other}, itself tied to {tied[other]}; tie both to it"
+            f"{name} is tied to {other}, which is itself tied to {tied[other]}. Tie both to "
+            f"{tied[other]}."
         )
     one, two = sites[name], sites[other]
     turned = (two.d_out, two.d_in, two.components)
     if (one.d_in, one.d_out, one.components) != turned:
         raise ConfigError(
-            f"{name} ({one.d_in} x {one.d_out}, {one.components} components) is not {other} "
-            f"({two.d_in} x {two.d_out}, {two.components}) turned around; tie a matrix to its "
-            "transpose, with as many components, or write sites.tied=false"
+            f"{name} ({one.d_in} x {one.d_out}, {one.components} components) is not the transpose "
+            f"of {other} ({two.d_in} x {two.d_out}, {two.components}). Tie a matrix to its "
+            "transpose, with the same number of components, or write sites.tied=false."
         )
 
 

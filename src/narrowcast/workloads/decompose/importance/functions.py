@@ -116,30 +116,30 @@ def build_importance(
 def _require_known(kind: str, sites: Sequence[Site], hidden: Sequence[int]) -> None:
     if kind not in get_args(Kind):
         raise ConfigError(
-            f"there is no importance function {kind!r}; write one of {', '.join(get_args(Kind))}"
+            f"The importance function must be one of {', '.join(get_args(Kind))}, got {kind!r}."
         )
     embeddings = [site.name for site in sites if site.kind == "embedding"]
     if embeddings and kind != "mlp":
         raise ConfigError(
-            f"{embeddings[0]} is an embedding, whose input is a token and no vector, which the "
-            f"importance function {kind!r} cannot see; write importance.kind=mlp, or leave "
-            "the embedding out"
+            f"The importance function {kind!r} needs vector inputs, but {embeddings[0]} is an "
+            "embedding, whose input is a token. Write importance.kind=mlp, or leave the embedding "
+            "out."
         )
     if min(hidden, default=0) < 1:
         raise ConfigError(
-            f"the importance function {kind!r} needs hidden layers of at least 1; "
-            f"write hidden: [16], not {list(hidden)}"
+            f"hidden of the importance function {kind!r} must be widths of at least 1, got "
+            f"{list(hidden)}. Write e.g. hidden: [16]."
         )
 
 
 def _require_transformer(hidden: Sequence[int], *, width: int, blocks: int, heads: int) -> None:
     if min(width, blocks, heads) < 1 or len(hidden) != 1:
         raise ConfigError(
-            "a global_transformer needs a width, blocks and heads of at least 1 and one hidden "
-            "width for its MLPs; write for example width: 256, blocks: 4, heads: 4, hidden: [1024]"
+            "A global_transformer needs width, blocks and heads of at least 1 and one hidden width "
+            "for its MLPs. Write e.g. width: 256, blocks: 4, heads: 4, hidden: [1024]."
         )
     if width % (2 * heads):
         raise ConfigError(
-            f"width {width} is not heads × an even number, which rotary positions need of "
-            f"{heads} heads; write width: {max(width // (2 * heads), 1) * 2 * heads}"
+            f"width must be heads × an even number for rotary positions, got {width} with {heads} "
+            f"heads. Write width: {max(width // (2 * heads), 1) * 2 * heads}."
         )

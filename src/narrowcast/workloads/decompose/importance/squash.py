@@ -72,9 +72,7 @@ def _same_for_both(logits: Tensor, kind: Squash) -> Tensor:
             rising, level = F.silu(SHARPNESS * logits), F.silu(SHARPNESS * (logits - 1))
             return (rising - level) / SHARPNESS
         case _:
-            raise ConfigError(
-                f"{kind!r} squashes no importances; write one of {', '.join(get_args(Squash))}"
-            )
+            raise ConfigError(f"squash must be one of {', '.join(get_args(Squash))}, got {kind!r}.")
 
 
 class _LeakyHard(torch.autograd.Function):

@@ -37,13 +37,13 @@ class Adversarial(Routed, ABC):
         fewest = self.steps if self.early_steps is None else min(self.steps, self.early_steps)
         if fewest < 1 or self.every < 1:
             raise ConfigError(
-                f"{self.name}: steps, early_steps and every are at least 1, not {self.steps}, "
-                f"{self.early_steps} and {self.every}; a term without a search is stochastic"
+                f"{self.name}: steps, early_steps and every must be at least 1, got {self.steps}, "
+                f"{self.early_steps} and {self.every}. For a term without a search, use stochastic."
             )
         if (self.early_steps is not None) != (self.early_until > 0) or self.early_until > 1:
             raise ConfigError(
-                f"{self.name}: early_steps go with the share of the run they are for; write for "
-                "example early_steps: 1 and early_until: 0.5, or neither"
+                f"{self.name}: early_steps and early_until must be set together. Write e.g. "
+                "early_steps: 1 and early_until: 0.5, or neither."
             )
 
     def ascents_at(self, step: int, steps: int) -> int:

@@ -39,19 +39,20 @@ KINDS: dict[str, type[Loss]] = {
 def build_loss(kind: str, settings: Mapping[str, Any]) -> Loss:
     """Build the loss of a kind, with its coefficient and whatever else it lets one choose."""
     if kind not in KINDS:
-        raise ConfigError(f"there is no loss {kind!r}{_meant(kind, KINDS)}")
+        raise ConfigError(f"There is no loss {kind!r}{_meant(kind, KINDS)}")
     chosen = KINDS[kind]
     takes = {name: hint for name, hint in _hints(chosen).items() if name in _names(chosen)}
     if "coefficient" not in settings:
         raise ConfigError(
-            f"the loss {kind} has no coefficient, and none is a good guess; write for example "
-            f"{kind}: {{coefficient: 1.0}}"
+            f"The loss {kind} needs a coefficient. Write e.g. {kind}: {{coefficient: 1.0}}."
         )
     for name, value in settings.items():
         if name not in takes:
-            raise ConfigError(f"the loss {kind} has no setting {name!r}{_meant(name, takes)}")
+            raise ConfigError(f"The loss {kind} has no setting {name!r}{_meant(name, takes)}")
         if not _fits(value, takes[name]):
-            raise ConfigError(f"{kind}.{name}: {value!r} is not {_describe_hint(takes[name])}")
+            raise ConfigError(
+                f"{kind}.{name} must be {_describe_hint(takes[name])}, got {value!r}."
+            )
     return chosen(**settings)
 
 
@@ -59,16 +60,17 @@ def build_losses(requested: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Los
     """Build the terms of a loss; two of one name would be one in the records, and are refused."""
     losses = [build_loss(kind, settings) for kind, settings in requested]
     if not losses:
-        raise ConfigError("no loss is named; write for example stochastic: {coefficient: 1.0}")
+        raise ConfigError("No loss is named. Write e.g. stochastic: {coefficient: 1.0}.")
     names = [loss.name for loss in losses]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                f"the loss {name} is named twice; write it once, with one coefficient"
+                f"The loss {name} is named twice. Write it once, with one coefficient."
             )
     if all(isinstance(loss, Adversarial) and loss.every > 1 for loss in losses):
         raise ConfigError(
-            "some steps would have no loss at all; leave `every` out of one, or add a loss without"
+            "Some steps would have no loss. Leave `every` out of one loss, or add a loss without "
+            "it."
         )
     return losses
 
@@ -83,7 +85,7 @@ def _hints(kind: type[Loss]) -> dict[str, Any]:
 
 def _meant(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+    return f"; did you mean {close[0]}?" if close else f". Write one of {', '.join(known)}."
 
 
 def _fits(value: object, hint: Any) -> bool:

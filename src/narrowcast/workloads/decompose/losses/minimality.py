@@ -30,17 +30,18 @@ class _Annealed(Loss):
         """Refuse shares out of order, and negative weights."""
         if not 0 <= self.anneal_from < self.anneal_to <= 1:
             raise ConfigError(
-                f"{self.kind}: it cannot anneal from {self.anneal_from} to {self.anneal_to}; write "
-                "shares of the run, the first below the second, such as 0.0 and 1.0"
+                f"{self.kind}: anneal_from must be below anneal_to, both as shares of the run, got "
+                f"{self.anneal_from} and {self.anneal_to}. Write e.g. 0.0 and 1.0."
             )
         if self.beta < 0 or (self.reference_rows is not None and self.reference_rows < 1):
             raise ConfigError(
-                f"{self.kind}: beta is at least 0 and reference_rows at least 1, "
-                f"not {self.beta} and {self.reference_rows}"
+                f"{self.kind}: beta must be at least 0 and reference_rows at least 1, got "
+                f"{self.beta} and {self.reference_rows}."
             )
         if self.reference_rows is not None and not self.beta:
             raise ConfigError(
-                f"{self.kind}: reference_rows are of the frequency term; write a beta"
+                f"{self.kind}: reference_rows is only for the frequency term. Write a beta, or "
+                "leave it out."
             )
 
     def between(self, first: float, last: float, progress: Tensor) -> Tensor:
@@ -73,13 +74,13 @@ class Minimality(_Annealed):
         super().check()
         if not 0 < self.epsilon < 1:
             raise ConfigError(
-                f"{self.kind}: epsilon is above 0 and below 1, not {self.epsilon:g}; write 1e-12, "
-                "as published, or 1e-2 where p goes well below 1"
+                f"{self.kind}: epsilon must be above 0 and below 1, got {self.epsilon:g}. Write "
+                "1e-12, as published, or 1e-2 if p goes well below 1."
             )
         if self.p <= 0 or (self.p_final is not None and self.p_final <= 0):
-            raise ConfigError(f"{self.kind}: p and p_final are above 0; write p: 1.0")
+            raise ConfigError(f"{self.kind}: p and p_final must be above 0. Write e.g. p: 1.0.")
         if self.p_final is None and (self.anneal_from, self.anneal_to) != (0.0, 1.0):
-            raise ConfigError(f"{self.kind}: there is nothing to anneal to; write a p_final")
+            raise ConfigError(f"{self.kind}: annealing needs a p_final. Write p_final.")
 
     def __call__(self, step: Step, ascents: int = 1) -> Tensor:
         """Return the sum over sites and components of mean powers."""
@@ -102,7 +103,9 @@ class SmoothL0(_Annealed):
         """Refuse widths of nothing."""
         super().check()
         if min(self.gamma, self.gamma_final) <= 0:
-            raise ConfigError(f"{self.kind}: gamma and gamma_final are above 0; write gamma: 1.0")
+            raise ConfigError(
+                f"{self.kind}: gamma and gamma_final must be above 0. Write e.g. gamma: 1.0."
+            )
 
     def __call__(self, step: Step, ascents: int = 1) -> Tensor:
         """Return the smooth count of important components, a mean over rows."""

@@ -47,14 +47,16 @@ class PersistentPGD(Adversarial):
         super().check()
         if not (self.lr > 0 and 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ConfigError(
-                f"{self.name}: lr is above 0, and beta1 and beta2 at least 0 and below 1; write "
-                "for example lr: 0.01, beta1: 0.5, beta2: 0.99"
+                f"{self.name}: lr must be above 0, and beta1 and beta2 at least 0 and below 1. "
+                "Write e.g. lr: 0.01, beta1: 0.5, beta2: 0.99."
             )
         if self.optimizer == "sign" and (self.beta1, self.beta2) != (0.5, 0.99):
-            raise ConfigError(f"{self.name}: signs remember nothing; leave beta1 and beta2 out")
+            raise ConfigError(
+                f"{self.name}: optimizer: sign has no beta1 and beta2. Leave them out."
+            )
         if self.repeat < 1 or (self.repeat > 1 and self.scope != "repeat_across_batch"):
             raise ConfigError(
-                f"{self.name}: repeat is at least 1, and about scope: repeat_across_batch"
+                f"{self.name}: repeat must be at least 1, and needs scope: repeat_across_batch."
             )
 
     def sources(
@@ -70,7 +72,7 @@ class PersistentPGD(Adversarial):
         if rows % own:
             raise ConfigError(
                 f"losses.{self.name}.repeat must divide batch_size={rows // length}, got "
-                f"{self.repeat}. Write a repeat that does, or another batch_size"
+                f"{self.repeat}. Write a repeat that does, or another batch_size."
             )
         shapes: list[tuple[int, ...]] = [(seeds, own, site.components) for site in sites]
         return PersistentSources(self, [*shapes, *[(seeds, own)] * (len(sites) if delta else 0)])
@@ -164,7 +166,7 @@ def _over(value: Tensor, rows: int) -> Tensor:
         return value
     if rows % own:
         raise ConfigError(
-            f"sources for {own} rows, and a batch of {rows}: evaluate with batches of the same "
-            "size, or write scope: single"
+            f"The batch must have {own} rows like the persistent masks, got {rows}. Evaluate with "
+            "batches of the same size, or write scope: single."
         )
     return value.repeat(1, rows // own, *[1] * (value.dim() - 2))

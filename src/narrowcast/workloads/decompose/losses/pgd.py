@@ -40,8 +40,7 @@ class PGD(Adversarial):
         super().check()
         if self.step_size <= 0:
             raise ConfigError(
-                f"{self.name}: a step_size of {self.step_size} does not ascend; write one above 0, "
-                "such as 0.1"
+                f"{self.name}: step_size must be above 0, got {self.step_size}. Write e.g. 0.1."
             )
 
     def __call__(self, step: Step, ascents: int = 1) -> Tensor:

@@ -71,18 +71,16 @@ class Routed(Masked):
         """Refuse a probability that is none, and options of another routing."""
         if (self.probability is not None) != (self.routing == "static_probability"):
             raise ConfigError(
-                f"{self.name}: routing: static_probability and a probability go together; write "
-                "both, or neither"
+                f"{self.name}: routing: static_probability and probability must be set together. "
+                "Write both, or neither."
             )
         if self.probability is not None and not 0 < self.probability <= 1:
             raise ConfigError(
-                f"{self.name}: a probability of {self.probability} is none; write one above 0, "
-                "such as 0.5"
+                f"{self.name}: probability must be above 0, got {self.probability}. Write e.g. 0.5."
             )
         if self.batched and self.routing != "layerwise":
             raise ConfigError(
-                f"{self.name}: batched is about routing: layerwise, not {self.routing}; leave it "
-                "out"
+                f"{self.name}: batched needs routing: layerwise, got {self.routing}. Leave it out."
             )
 
     def routes(self, step: Step) -> list[Route]:
@@ -160,7 +158,8 @@ class HiddenActivations(Masked):
         vectors = [index for index, each in enumerate(known) if each.is_floating_point()]
         if not vectors:
             raise ConfigError(
-                f"{self.name}: every site is an embedding, which is given tokens; leave it out"
+                f"{self.name}: every site is an embedding, whose inputs are tokens. Leave this "
+                "loss out."
             )
 
         def passed(seed: Tensor | None) -> Tensor:
@@ -180,8 +179,9 @@ def _recomputed(passed: Callable[..., Tensor], step: Step, *, draws: bool) -> Te
     by_torch = draws and seed is None
     if by_torch and is_capturing(device):
         raise UnsupportedError(
-            "recompute=true: embeddings and float64 draw masks without a kernel, and cannot draw "
-            "the same ones again inside a CUDA graph; write cuda_graph=false, or recompute=false"
+            "recompute=true cannot be used in a CUDA graph with embeddings or float64, because "
+            "their masks are drawn without a kernel and cannot be drawn again. Write "
+            "cuda_graph=false, or recompute=false."
         )
     result: Tensor = checkpoint(passed, seed, use_reentrant=False, preserve_rng_state=by_torch)
     return result

@@ -114,8 +114,8 @@ class Loss(ABC):
         """Refuse what would make it no term, or turn it around."""
         if not (math.isfinite(self.coefficient) and self.coefficient > 0):
             raise ConfigError(
-                f"{self.kind}: a coefficient of {self.coefficient} is no weight of a loss; write a "
-                "number above 0, or leave the loss out"
+                f"{self.kind}: coefficient must be a number above 0, got {self.coefficient}. To "
+                "disable the loss, leave it out."
             )
         self.check()
 

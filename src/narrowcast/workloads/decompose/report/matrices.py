@@ -35,11 +35,13 @@ class Picture(BaseModel):
     def _rectangular(self) -> Self:
         lengths = {len(row) for row in self.rows}
         if len(lengths) != 1 or not 2 <= (length := lengths.pop()) <= 2 * MOST_CELLS or length % 2:
-            raise ValueError("rows of a picture have the same number of cells, two digits each")
+            raise ValueError(
+                "rows of a picture must have the same number of cells, two digits each"
+            )
         if not (math.isfinite(self.low) and math.isfinite(self.high)):
-            raise ValueError("a picture is between finite numbers")
+            raise ValueError("the range of a picture must be finite")
         if any(level > LEVELS for row in self.rows for level in bytes.fromhex(row)):
-            raise ValueError(f"a cell of a picture is beyond {LEVELS:02x}")
+            raise ValueError(f"a cell of a picture must be at most {LEVELS:02x}")
         return self
 
     def cells(self) -> list[list[float]]:
@@ -119,7 +121,7 @@ class Histogram(BaseModel):
     @model_validator(mode="after")
     def _one_edge_more(self) -> Self:
         if len(self.edges) != len(self.counts) + 1 or list(self.edges) != sorted(set(self.edges)):
-            raise ValueError("a histogram has rising edges, one more than counts")
+            raise ValueError("a histogram must have rising edges, one more than counts")
         return self
 
 

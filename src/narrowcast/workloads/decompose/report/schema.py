@@ -148,7 +148,9 @@ class Decomposition(_Value):
             lines = (site.alive, site.l0, site.identity_error, site.cosine, site.mean_cosine)
             lengths = {len(values) for values in (*lines, site.norm_ratio)}
             if not lengths <= {0, len(self.seeds)}:
-                raise ValueError(f"numbers of {site.name} are not as many as seeds")
+                raise ValueError(
+                    f"{site.name} must have one number for each of {len(self.seeds)} seeds"
+                )
         return self
 
 

@@ -34,13 +34,13 @@ def check_features(
         return
     features = off.shape[1]
     if dead.any():
-        fact = f"{_seeds(dead)}: dead, all outputs are 0 or not finite"
+        fact = f"{_seeds(dead)}: all outputs are 0, inf or NaN"
     else:
         fact = (
-            f"{_seeds(wrong > 0)}: up to {int(wrong.max())} of {features} features come out wrong "
-            f"by more than {tolerance:g}, or bring out others"
+            f"{_seeds(wrong > 0)}: the outputs for up to {int(wrong.max())} of {features} features "
+            f"are wrong by more than {tolerance:g}"
         )
-    raise ConfigError(f"model.toy={name} has not learnt what would be decomposed. {fact}")
+    raise ConfigError(f"model.toy={name} did not learn its task. {fact}")
 
 
 def check_accuracy(name: str, *, accuracy: Tensor, least: float) -> None:
@@ -48,8 +48,8 @@ def check_accuracy(name: str, *, accuracy: Tensor, least: float) -> None:
     wrong = ~(accuracy >= least)
     if wrong.any():
         raise ConfigError(
-            f"model.toy={name} has not learnt what would be decomposed. {_seeds(wrong)}: right in "
-            f"{float(accuracy.min()):.0%} of cases at worst, and should be in {least:.0%}"
+            f"model.toy={name} did not learn its task. {_seeds(wrong)}: accuracy must be at least "
+            f"{least:.0%}, got {float(accuracy.min()):.0%}"
         )
 
 
@@ -58,9 +58,9 @@ def check_language(name: str, *, cross_entropy: float, vocabulary: int) -> None:
     even = math.log(vocabulary)
     if not cross_entropy <= (1 - LEARNT_NATS) * even:
         raise ConfigError(
-            f"model.path={name} predicts this text with {cross_entropy:.2f} nats a token, and "
-            f"evenly guessed it would be {even:.2f}: it was never trained, or on other tokens. "
-            "Give a trained model, and text that its tokenizer cuts"
+            f"model.path={name} predicts this text no better than chance: {cross_entropy:.2f} nats "
+            f"per token, and chance is {even:.2f}. Give a trained model, and text for its "
+            "tokenizer."
         )
 
 

@@ -44,7 +44,7 @@ def read_model(path: Path) -> Any:
     if min(width, hidden, layers, heads, kv_heads, length) < 1 or width % (2 * heads):
         raise _damaged(path)
     if vocabulary < 0:
-        raise ConfigError(f"{shown_path(path)} has a head of its own, which is not read here")
+        raise ConfigError(f"{shown_path(path)} has a separate output head, which is not supported.")
     shapes = _shapes(width, hidden, layers, heads, kv_heads, vocabulary)
     expected = sum(torch.Size(shape).numel() for shape in shapes.values()) + length * width // heads
     if len(content) != HEADER.size + 4 * expected:
@@ -164,10 +164,10 @@ def _content(path: Path) -> bytes:
     try:
         return read_plain(path)
     except OSError as error:
-        raise ConfigError(f"{shown_path(path)} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{shown_path(path)} cannot be read: {error.strerror}.") from error
 
 
 def _damaged(path: Path) -> ConfigError:
     return ConfigError(
-        f"{shown_path(path)} is not in the first layout of llama2.c, or not all of it is there"
+        f"{shown_path(path)} is not in the version 0 format of llama2.c, or is incomplete."
     )

@@ -42,8 +42,8 @@ def find_model(
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
         raise ConfigError(
-            f"data.length={length}, and the positions of model.path={name} end at {positions}; "
-            f"write data.length={positions}"
+            f"data.length must be at most {positions}, the context length of model.path={name}, "
+            f"got {length}. Write data.length={positions}."
         )
     config.use_cache = False
     # transformers knows the loss of some, such as GPT-2, by no name, and would say so on the way.
@@ -75,9 +75,9 @@ def _of_transformers(
         folder, there = path, (path / "config.json").is_file()
     if not there:
         raise ConfigError(
-            f"model.path={name} holds no model; give the folder of a run of lm, one with a "
-            "config.json and .safetensors files as save_pretrained of transformers writes it, a "
-            ".gguf file, or a folder of llama2.c"
+            f"model.path={name} has no model. Give the folder of an lm run, one with a config.json "
+            "and .safetensors files as written by save_pretrained of transformers, a .gguf file, "
+            "or a llama2.c folder."
         )
     if device.type == "meta":
         config = _tried(lambda: auto.AutoConfig.from_pretrained(folder, **options), name)
@@ -95,8 +95,8 @@ def _of_transformers(
     )
     if lacking := sorted(info["missing_keys"]):
         raise ConfigError(
-            f"model.path={name}: its files lack {lacking[0]}, which would be noise; give the "
-            "folder of a whole model"
+            f"model.path={name}: the files have no {lacking[0]}, so it would be randomly "
+            "initialised. Give the folder of a complete model."
         )
 
     def encode(text: str) -> list[int]:
@@ -113,12 +113,12 @@ def _tried(load: Callable[[], _Loaded], name: str) -> _Loaded:
             return load()
     except ImportError as error:
         raise UnsupportedError(
-            f"model.path={name} needs what is not installed: {_line(error)}"
+            f"model.path={name} needs a package that is not installed: {_line(error)}."
         ) from error
     except Exception as error:  # whatever transformers makes of strange files
         raise ConfigError(
-            f"model.path={name} cannot be loaded: {_line(error)}; give a folder that "
-            "AutoModelForCausalLM.from_pretrained of transformers loads"
+            f"model.path={name} cannot be loaded: {_line(error)}. Give a folder that "
+            "AutoModelForCausalLM.from_pretrained of transformers loads."
         ) from error
 
 

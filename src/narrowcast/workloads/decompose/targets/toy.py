@@ -124,8 +124,8 @@ def make_toy(
                 how = plan.pretraining
                 raise ConfigError(
                     f"{error}. It was trained with model.pretrain_steps={how.steps} and "
-                    f"model.pretrain_batch_size={how.batch_size}; write a larger one, or another "
-                    "seed"
+                    f"model.pretrain_batch_size={how.batch_size}. Write a larger one, or another "
+                    "seed."
                 ) from error
     probe = None if plan.probe is None else plan.probe.to(device).expand(seeds, -1, -1)
     return Toy(
@@ -154,7 +154,7 @@ def _load(name: str, network: nn.Module, trained: Mapping[str, Tensor]) -> None:
     if results != expected:
         differing = sorted({key for key, _ in results.items() ^ expected.items()})
         raise CheckpointError(
-            f"the weights kept of target {name} are those of another network: "
-            f"{', '.join(differing[:4])} differ; begin a new run"
+            f"The saved weights of target {name} belong to another network: "
+            f"{', '.join(differing[:4])} differ. Start a new run."
         )
     network.load_state_dict(dict(trained))

@@ -54,4 +54,4 @@ def toy_plan(name: str) -> ToyPlan:
         return induction_plan()
     if result := RESID_NAME.fullmatch(name):
         return resid_mlp_plan(int(result[1]))
-    raise ConfigError(f"model.toy={name}: there is no such toy network; write {NAMES}")
+    raise ConfigError(f"model.toy must be {NAMES}, got {name}.")

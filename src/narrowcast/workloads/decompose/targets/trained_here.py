@@ -35,11 +35,11 @@ def find_run(
             pass
         case {"value": str(other)}:
             raise ConfigError(
-                f"model.path={name} is a run of workload {other}, which is no language model that "
-                "can be decomposed; give a run of lm, or the folder of a model of transformers"
+                f"model.path={name} is a run of workload {other}, which cannot be decomposed. Give "
+                "a run of lm, or the folder of a transformers model."
             )
         case _:
-            raise CheckpointError(f"{shown_path(path / RESOLVED)} is damaged: it has no workload")
+            raise CheckpointError(f"{shown_path(path / RESOLVED)} is damaged: it has no workload.")
     overrides = [f"data.length={length}"]
     if text:
         _check_tokens(name, resolved)
@@ -66,8 +66,8 @@ def _check_tokens(name: str, resolved: Mapping[str, Any]) -> None:
     match resolved.get("data.tokenizer"):
         case {"value": "bpe"}:
             raise ConfigError(
-                f"model.path={name} learnt its tokens from its own text, so it is decomposed on "
-                "that; leave data.text out"
+                f"model.path={name} has a tokenizer trained on its own text, so it is decomposed "
+                "on that text. Leave data.text out."
             )
 
 
@@ -75,18 +75,19 @@ def _load_run(path: Path, model: nn.Module) -> None:
     file = path / WEIGHTS
     if not file.is_file():
         raise ConfigError(
-            f"{shown_path(file)} is not there: the run has not ended; narrowcast resume "
-            f"{shown_path(path)}"
+            f"{shown_path(file)} does not exist because the run is not finished. Run narrowcast "
+            f"resume {shown_path(path)}"
         )
     try:
         weights = load_file(file)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{shown_path(file)} is damaged: {error}") from error
+        raise CheckpointError(f"{shown_path(file)} is damaged: {error}.") from error
     try:
         result = model.load_state_dict(weights, strict=False)
     except RuntimeError as error:  # of other shapes
         raise CheckpointError(
-            f"{shown_path(file)} is not of this run: {shortened(' '.join(str(error).split()), 300)}"
+            f"{shown_path(file)} does not belong to this run: "
+            f"{shortened(' '.join(str(error).split()), 300)}."
         ) from error
     if lacking := sorted({*result.missing_keys} - tied_names(model)):
-        raise CheckpointError(f"{shown_path(file)} lacks {lacking[0]}")
+        raise CheckpointError(f"{shown_path(file)} has no {lacking[0]}.")

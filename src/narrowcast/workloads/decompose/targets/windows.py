@@ -125,14 +125,14 @@ def read_windows(
     windows = TokenWindows(tokens, length)
     if len(windows) < 2:
         raise ConfigError(
-            f"data.text has {len(tokens):,} tokens, which are {len(windows)} windows of "
-            f"data.length={length}, and one is needed to decompose on and one to judge on; give "
-            "more text, or a smaller data.length"
+            f"data.text must have at least two windows of data.length={length}, one to train on "
+            f"and one to evaluate on, got {len(tokens):,} tokens ({len(windows)} windows). Give "
+            "more text, or a smaller data.length."
         )
     if (largest := int(tokens.max())) >= vocabulary:
         raise ConfigError(
-            f"the tokenizer cuts data.text into tokens up to number {largest}, and the model knows "
-            f"{vocabulary}; give the tokenizer it was trained with"
+            f"The tokenizer returns token {largest} for data.text, but the model has {vocabulary} "
+            "tokens. Use the tokenizer the model was trained with."
         )
     return windows, fingerprint(tokens)
 
@@ -146,16 +146,16 @@ def _text(sources: Sequence[str]) -> str:
             texts.append(content.decode("utf-8-sig"))
         except OSError as error:
             raise ConfigError(
-                f"data.text: {shown_path(path)} cannot be read: {error.strerror}"
+                f"data.text: {shown_path(path)} cannot be read: {error.strerror}."
             ) from error
         except UnicodeDecodeError as error:
             raise ConfigError(
                 f"data.text: {shown_path(path)} is not UTF-8 text: byte "
-                f"{content[error.start]:#04x} at {error.start}"
+                f"{content[error.start]:#04x} at {error.start}."
             ) from error
         room -= len(content)
     if not any(text.strip() for text in texts):
-        raise ConfigError("data.text holds no text; write data.text=[FILE], paths or globs")
+        raise ConfigError("data.text is empty. Write data.text=[FILE], paths or globs.")
     return "\n".join(texts)
 
 
@@ -165,7 +165,7 @@ def _files(source: str) -> list[Path]:
         # A path that exists is meant as it stands, whatever * or [ it contains.
         matches = [path] if stat_or_none(path) is not None else matching(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"data.text: {shown_path(source)} cannot be read: {error}") from error
+        raise ConfigError(f"data.text: {shown_path(source)} cannot be read: {error}.") from error
     if not matches:
-        raise ConfigError(f"data.text: {shown_path(source)}: no such file")
+        raise ConfigError(f"data.text: {shown_path(source)} does not exist.")
     return matches
