@@ -185,5 +185,7 @@ def test_a_model_of_somebody_else_is_made_ready_and_learns(tuner, tmp_path):
 
 
 def test_data_that_is_no_file_is_refused_with_what_to_write(tmp_path):
-    with pytest.raises(ConfigError, match=r"data.path is a dict, .*to_csv\(path, index=False\)"):
+    with pytest.raises(
+        ConfigError, match=r"data.path must be a path, got a dict.*to_csv\(path, index=False\)"
+    ):
         VariantEffect({"sequence": ["ACGT"]}, out=tmp_path)

@@ -77,8 +77,8 @@ class FineTuner:
         for key, file in files.items():
             if file is not None and not isinstance(file, str | Path):
                 raise ConfigError(
-                    f"{key} is a {type(file).__name__}, and files are read; write it to one, of "
-                    "pandas with frame.to_csv(path, index=False), and give its path"
+                    f"{key} must be a path, got a {type(file).__name__}. Write a DataFrame to a "
+                    "file with frame.to_csv(path, index=False), and give its path."
                 )
         self.settings: dict[str, Any] = {} if base is None else dict(self.from_base)
         self.settings |= {key: str(file) for key, file in files.items() if file is not None}
@@ -201,7 +201,7 @@ def _key(name: str) -> str:
     homes = [section for section, kind in SECTIONS.items() if name in kind.model_fields]
     if len(homes) > 1:
         terms = " or ".join(f"{section}.{name}" for section in homes)
-        raise ConfigError(f"{name}: there are two settings of that name; write {terms}")
+        raise ConfigError(f"{name} is a setting of several sections. Write {terms}.")
     return f"{homes[0]}.{name}" if homes else name
 
 

@@ -32,7 +32,7 @@ def test_a_base_is_what_another_run_goes_on_from(genome, capsys):
     assert (kept["task"], kept["config"]["causal"]) == ("generation", True)
     words = [f"data.path={files[0]}", f"model.path={out}", *SMALL[1:2], "data.max_length=32"]
     with nc.train("genomics/generation", [*words, "epochs=null", "precision.task=null"]) as run:
-        assert f"the network goes on from {out}" in run.task.info.notes[-1]
+        assert f"weights loaded from {out}" in run.task.info.notes[-1]
     # Both files were read: 320 letters each, a tenth of which is judged on.
     with nc.train("genomics/pretrain", [*parse_overrides(files), *SMALL]) as run:
         letters = sum(len(run.task.train_data.tokens[n]) for n in range(len(run.task.train_data)))
@@ -53,33 +53,33 @@ TABLE = "sequence,alternative\nACGT,ACGA\nACGT,AC!A\n"
 @pytest.mark.parametrize(
     ("name", "words", "said", "code"),
     [
-        ("base", ["predict", "RUN", "a.fa"], "was trained for generation; `genomics gen", 2),
-        ("pairs", ["predict", "RUN", "a.fa"], "a.fa, record 1 has no sequence 'alternative'", 2),
+        ("base", ["predict", "RUN", "a.fa"], "was trained for generation, which this", 2),
+        ("pairs", ["predict", "RUN", "a.fa"], "a.fa, record 1 has no column 'alternative'", 2),
         ("pairs", ["predict", "RUN", "bad.csv"], "bad.csv, record 2", 2),
         ("values", ["predict", "RUN", "none.fa"], "none.fa cannot be read: No such file", 2),
-        ("values", ["predict", "RUN", "a.fa", "--format", "gff"], "not a format for this run", 2),
-        ("values", ["predict", "RUN", "a.fa", "-o", "x.txt"], "ends in csv, tsv, jsonl", 2),
+        ("values", ["predict", "RUN", "a.fa", "--format", "gff"], "must be csv, tsv, jsonl", 2),
+        ("values", ["predict", "RUN", "a.fa", "-o", "x.txt"], "must be csv, tsv, jsonl", 2),
         ("values", ["predict", "RUN", "a.fa", "-o", "no/x.csv"], "there is no folder no", 2),
-        ("values", ["predict", "RUN", "a.fa", "-o", "a.fa"], "a.fa is read from", 2),
-        ("values", ["predict", "RUN", "a.fa", "--reference", "b.fa"], "sequences by themselve", 2),
+        ("values", ["predict", "RUN", "a.fa", "-o", "a.fa"], "a.fa is also an input", 2),
+        ("values", ["predict", "RUN", "a.fa", "--reference", "b.fa"], "single sequences", 2),
         ("values", ["predict", "RUN", "a.fa", "--device", "tpu"], "mps or auto, got tpu", 3),
         ("values", ["predict", "RUN", "a.fa", "--policy", "bf61"], "bf61", 2),
-        ("values", ["predict", "nowhere", "a.fa"], "give the folder of a finished run", 2),
-        ("values", ["score", "RUN", "v.csv", "--reference", "a.fa"], "by themselves; give a b", 2),
+        ("values", ["predict", "nowhere", "a.fa"], "Give the folder of a finished genomics run", 2),
+        ("values", ["score", "RUN", "v.csv", "--reference", "a.fa"], "on single sequences", 2),
         ("base", ["score", "RUN", "v.csv", "--reference", "b.fa"], "v.csv, record 1: a:3 is", 2),
         ("base", ["score", "RUN", "v.csv", "--reference", "a.fa", "--labels", "x"],
-         "v.csv, record 1 has no column x; it has kind", 2),
+         "v.csv, record 1 has no column x, got kind", 2),
         ("base", ["score", "RUN", "v.csv", "--reference", "a.fa", "--labels", "kind"],
-         "all labels are 'one'; there is nothing to tell apart", 2),
+         "all labels are 'one', so there is nothing to compare", 2),
         ("base", ["score", "RUN", "v.csv", "--reference", "a.fa", "--position", "at"],
          "v.csv, record 1 has no column at", 2),
         ("base", ["score", "RUN", "v.csv", "--reference", "a.fa", "--positive", "one"],
-         "name their column with --labels", 2),
-        ("values", ["generate", "RUN"], "give a base, as `narrowcast genomics pretrain`", 2),
+         "--positive needs --labels", 2),
+        ("values", ["generate", "RUN"], "Use a run of `narrowcast genomics pretrain`", 2),
         ("base", ["generate", "RUN", "--prompt", "AC!"], "--prompt", 2),
         ("base", ["generate", "RUN", "--top-p", "0"], "--top-p", 2),
         ("base", ["pretrain"], "pretrain needs sequences", 2),
-        ("base", ["pretrain", "a.fa", "data.path=b.fa"], "files to train on are named by them", 2),
+        ("base", ["pretrain", "a.fa", "data.path=b.fa"], "is set by the files", 2),
         ("base", ["pretrain", "none.fa"], "none.fa cannot be read", 2),
         ("base", ["pretrain", "a.fa", "stepps=2"], "did you mean steps", 2),
     ],
@@ -111,10 +111,10 @@ def test_a_file_is_whole_or_not_there(finished, genome):
     ("file", "text", "said"),
     [
         ("genomics.json", "{", "is damaged"),
-        ("genomics.json", None, "give the folder of a finished run"),
+        ("genomics.json", None, "Give the folder of a finished genomics run"),
         ("genomics.json", "[]", "is damaged"),
         ("model.safetensors", "x", "is damaged"),
-        ("model.safetensors", None, "the run has not ended"),
+        ("model.safetensors", None, "the run is not finished"),
     ],
 )
 def test_a_damaged_run_is_said_to_be(finished, tmp_path, capsys, file, text, said):
@@ -140,7 +140,7 @@ def test_a_run_of_something_else_is_said_to_be_damaged(finished, tmp_path, capsy
     (folder / "genomics.json").write_text(json.dumps({**kept, **change}))
     assert run_command(["genomics", "generate", str(folder)]) == 2
     said = capsys.readouterr().err
-    assert "damaged" in said or "do not fit what genomics.json says" in said
+    assert "damaged" in said or "do not match genomics.json" in said
 
 
 def test_weights_that_are_no_numbers_are_no_letters(finished, tmp_path, capsys):

@@ -76,9 +76,9 @@ def test_a_file_that_is_cut_off_is_no_traceback(tmp_path, content):
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="give the folder of a finished run of genomics"):
+    with pytest.raises(ConfigError, match="Give the folder of a finished genomics run"):
         read_network_info(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"the run has not ended; narrowcast resume"):
+    with pytest.raises(ConfigError, match=r"the run is not finished. Run narrowcast resume"):
         read_weights(tmp_path)
 
 

@@ -9,21 +9,25 @@ from narrowcast.workloads.genomics.settings import Objective
 @pytest.mark.parametrize(
     ("recipe", "words", "message"),
     [
-        ("protein_function", ["data.reverse_complement=true"], "one strand"),
-        ("generation", ["data.tokenizer=kmer", "data.kmer=3", "data.overlap=3"], "cannot share 3"),
+        ("protein_function", ["data.reverse_complement=true"], "no reverse complement"),
+        (
+            "generation",
+            ["data.tokenizer=kmer", "data.kmer=3", "data.overlap=3"],
+            "below kmer=3, got 3",
+        ),
         ("generation", ["data.tokenizer=kmer", "data.mutate=0.1"], "tokenizer=byte"),
-        ("variant_effect", ["data.reference=g.fa"], "made sequences have none"),
-        ("annotation", ["data.features=g.gff"], "made sequences have none"),
+        ("variant_effect", ["data.reference=g.fa"], "needs sequences from a file"),
+        ("annotation", ["data.features=g.gff"], "needs sequences from a file"),
         (
             "variant_effect",
             ["data.reference=g.fa", "data.path=v.vcf", "data.alphabet=rna"],
-            "write alphabet=dna",
+            "Write alphabet=dna",
         ),
-        ("variant_effect", ["model.reverse_complement=true", "model.pool=cls"], "write mean, max"),
-        ("generation", ["objective.target=value"], "leave target out"),
+        ("variant_effect", ["model.reverse_complement=true", "model.pool=cls"], "Write mean, max"),
+        ("generation", ["objective.target=value"], "Leave target out"),
         ("variant_effect", ["objective.target=value"], "no classes to smooth"),
-        ("annotation", ["objective.labels=[a, b, a]"], "named twice"),
-        ("annotation", ["tuning.freeze=true", "tuning.unfreeze_over=0.5"], "leave one of them out"),
+        ("annotation", ["objective.labels=[a, b, a]"], "occurs twice"),
+        ("annotation", ["tuning.freeze=true", "tuning.unfreeze_over=0.5"], "Leave one of them out"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(recipe, words, message):

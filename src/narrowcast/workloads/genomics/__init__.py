@@ -6,7 +6,7 @@ from narrowcast.config.workload import Command, Workload
 
 WORKLOAD = Workload(
     name="genomics",
-    about="DNA, RNA and protein: Hyena models, five fine-tuners, and a base of your own",
+    about="DNA, RNA and protein: pretraining, and fine-tuning for five tasks",
     sections="narrowcast.workloads.genomics.settings:SECTIONS",
     task="narrowcast.workloads.genomics.task:build_task",
     report="narrowcast.workloads.genomics.report:sections",
@@ -15,7 +15,7 @@ WORKLOAD = Workload(
         Command(
             "genomics",
             "narrowcast.workloads.genomics.command:genomics",
-            about="trains a base on genomes, predicts, and scores variants",
+            about="pretrains on genomes, predicts, scores variants",
         ),
     ),
     requires=("sklearn",),

@@ -43,10 +43,12 @@ def output_named(name: str, *, reads: Sequence[str | None]) -> Output:
     path = expand_path(name)
     if not name.strip() or path.is_dir() or not path.parent.is_dir():
         why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ConfigError(f"{name} cannot be written: {why}; name a file in a folder that is there")
+        raise ConfigError(f"{name} cannot be written: {why}. Write a file in an existing folder.")
     for read in (expand_path(each) for each in reads if each is not None):
         if path.exists() and read.exists() and path.samefile(read):
-            raise ConfigError(f"{shown_path(path)} is read from; name another file with -o")
+            raise ConfigError(
+                f"The output {shown_path(path)} is also an input. Write another file with -o."
+            )
     return Output(path)
 
 
@@ -58,10 +60,10 @@ def parse_overrides(overrides: Sequence[str]) -> list[str]:
     files = [word for word in overrides if word not in settings]
     if not files:
         raise ConfigError(
-            "pretrain needs sequences; name one or more files of FASTA, FASTQ or GenBank"
+            "pretrain needs sequences. Give one or more FASTA, FASTQ or GenBank files."
         )
     if clash := [word for word in settings if word.startswith(("data.path=", "data.more="))]:
-        raise ConfigError(f"{clash[0]}: files to train on are named by themselves; leave it out")
+        raise ConfigError(f"{clash[0]} is set by the files on the command line. Leave it out.")
     first, *more = (json.dumps(name, ensure_ascii=False) for name in files)
     also = [f"data.more=[{', '.join(more)}]"] if more else []
     return [f"data.path={first}", *also, *settings]

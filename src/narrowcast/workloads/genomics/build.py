@@ -142,8 +142,8 @@ def _extremes(row: Row) -> list[int]:
 
 def _nothing_to_learn(what: str, *, of: str = "sequences") -> ConfigError:
     return ConfigError(
-        f"all {of} have {what}: there is nothing to tell apart; give examples of "
-        "another, or name the column with data.label"
+        f"All training {of} have {what}, so there is nothing to learn. Add other examples, or "
+        "name another column with data.label."
     )
 
 
@@ -240,8 +240,8 @@ def _check_tokens(base: NetworkInfo | None, data: GenomicData) -> None:
         mine, its = getattr(data, key), getattr(base, key)
         if mine != its and (key in ("alphabet", "tokenizer") or data.tokenizer == "kmer"):
             raise ConfigError(
-                f"data.{key}={mine}: the network of model.path learnt {key}={its}; write "
-                f"data.{key}={its}, or train another base"
+                f"data.{key} must be {its} like the network of model.path, got {mine}. Write "
+                f"data.{key}={its}, or use another run."
             )
 
 
@@ -249,8 +249,9 @@ def _check_causal(base: NetworkInfo | None, objective: Objective) -> None:
     """Refuse to write with a network that was trained to see what comes."""
     if base is not None and objective.task == "generation" and not base.config.causal:
         raise ConfigError(
-            f"objective.task=generation: the network of model.path was trained for {base.task} and "
-            "sees what comes after each letter; give one of `narrowcast genomics pretrain`"
+            "objective.task=generation needs a causal network, but the network of model.path was "
+            f"trained for {base.task} and sees later letters. Use a run of `narrowcast genomics "
+            "pretrain`."
         )
 
 
@@ -261,9 +262,10 @@ def _check_strands(stored: NetworkInfo) -> None:
     for name in stored.classes:
         if name.endswith("+") and f"{name[:-1]}-" in stored.classes:
             raise ConfigError(
-                f"model.reverse_complement=true: {name} and {name[:-1]}- are the same to a network "
-                "that computes the same for both strands; write data.reverse_complement=true "
-                f"instead, or one class {name[:-1]} in objective.labels"
+                f"model.reverse_complement=true cannot separate {name} and {name[:-1]}-, because "
+                "the network gives both strands the same classes. Write "
+                f"data.reverse_complement=true instead, or one class {name[:-1]} in "
+                "objective.labels."
             )
 
 
@@ -282,11 +284,11 @@ def _begin(
         yield _go_on(network, recipe, base, stored)
     elif source is not None:
         learn_source(network, target, source[0], seed=recipe.seed, device=device)
-        yield f"the network has learnt {len(source[0]):,} sequences of the source domain"
+        yield f"network trained on {len(source[0]):,} source-domain sequences first"
     elif recipe.section(Objective).task == "domain_adaptation":
         raise ConfigError(
-            "objective.task=domain_adaptation: there is nothing to adapt; name a finished run with "
-            "model.path, or sequences of the domain it comes from with data.source"
+            "objective.task=domain_adaptation needs a source domain. Write a finished run in "
+            "model.path, or sequences of the source domain in data.source."
         )
 
 
@@ -297,4 +299,4 @@ def _go_on(network: Network, recipe: Recipe, base: NetworkInfo, stored: NetworkI
     same = ["target", "classes", "pairs", "pool", *places]
     head = base.task != "generation" and all(getattr(base, k) == getattr(stored, k) for k in same)
     load_into(network, read_weights(expand_path(name)), head=head)
-    return f"the network goes on from {name}, in its shape{'' if head else ', with a new head'}"
+    return f"weights loaded from {name}{'' if head else ', with a new head'}"

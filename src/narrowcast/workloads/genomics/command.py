@@ -18,25 +18,36 @@ _Item = TypeVar("_Item")
 
 @click.group()
 def genomics() -> None:
-    """Train a base on genomes, predict with a finished run, score variants, write sequences."""
+    """Pretrain on genomes, predict, score variants, generate sequences."""
 
 
 _RUN = click.argument("run")
 _USED = (
-    click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, …"),
-    click.option("--policy", default="fp32", show_default=True, help="Formats to compute in."),
+    click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N."),
+    click.option(
+        "--policy", default="fp32", show_default=True, help="Precision policy to compute in."
+    ),
 )
 _TABLE = (
-    click.option("-o", "--output", default="-", help="File to write.  [default: to the screen]"),
+    click.option("-o", "--output", default="-", help="Output file.  [default: stdout]"),
     click.option(
         "--format",
         "kind",
         type=click.Choice(["csv", "tsv", "jsonl", "gff", "bed"]),
-        help="What to write.  [default: as the name of the file ends; csv]",
+        help="Output format.  [default: by the suffix of the output file, else csv]",
     ),
-    click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True),
     click.option(
-        "--position", default="pos", show_default=True, help="Column of positions, from 1."
+        "--batch-size",
+        type=click.IntRange(1),
+        default=32,
+        show_default=True,
+        help="Sequences per batch.",
+    ),
+    click.option(
+        "--position",
+        default="pos",
+        show_default=True,
+        help="Column with the position, counted from 1.",
     ),
 )
 
@@ -54,22 +65,22 @@ def _with(*groups: tuple[Any, ...]) -> Callable[[Callable[..., None]], Callable[
 
 @genomics.command()
 @click.argument("overrides", nargs=-1, metavar="FASTA... [KEY=VALUE]...")
-@click.option("-o", "--out", metavar="DIR", help="Folder of the run.  [default: runs/pretrain]")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("-o", "--out", metavar="DIR", help="Run folder.  [default: runs/pretrain]")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 @click.pass_context
 def pretrain(ctx: click.Context, overrides: tuple[str, ...], out: str | None, quiet: bool) -> None:
-    """Train a base on genomes: to predict the next letter of any FASTA, FASTQ or GenBank.
+    """Pretrain a network on FASTA, FASTQ or GenBank files by next-letter prediction.
 
-    It is a run of the recipe genomics/pretrain, of which KEY=VALUE words are settings: resume,
-    watch, report and compare know it. Its folder is what model.path= of other recipes takes, and
-    what `score` and `generate` take.
+    This runs the recipe genomics/pretrain. KEY=VALUE words override its settings, and resume,
+    watch, report and compare work on its folder. Pass the folder to model.path= of other recipes,
+    and to `score` and `generate`.
     """
     settings = parse_overrides(overrides)
     # The verb that trains is the command line's own: this command is below it.
     root = ctx.find_root().command
     train = root.get_command(ctx, "train") if isinstance(root, click.Group) else None
     if train is None:
-        raise click.UsageError("pretrain is a command of narrowcast: write narrowcast genomics …")
+        raise click.UsageError("pretrain must be run as narrowcast genomics pretrain.")
     ctx.invoke(train, recipe="genomics/pretrain", overrides=settings, out=out, quiet=quiet)
 
 
@@ -77,18 +88,21 @@ def pretrain(ctx: click.Context, overrides: tuple[str, ...], out: str | None, qu
 @_RUN
 @click.argument("file")
 @_with(_TABLE, _USED)
-@click.option("--reference", help="FASTA that FILE has variants of.")
-@click.option("--sequence", default="sequence", show_default=True, help="Column of sequences.")
+@click.option("--reference", help="Reference FASTA, if FILE has variants.")
+@click.option("--sequence", default="sequence", show_default=True, help="Column with the sequence.")
 @click.option(
-    "--alternative", default="alternative", show_default=True, help="Column of their variants."
+    "--alternative",
+    default="alternative",
+    show_default=True,
+    help="Column with the sequence that has the variant.",
 )
-@click.option("--name", help="Column of names.  [default: the number of the row]")
+@click.option("--name", help="Column with the name.  [default: row number]")
 def predict(run: str, file: str, reference: str | None, output: str, **options: Any) -> None:
-    """Predict for every sequence of FILE with the finished RUN, and write a table.
+    """Predict for every sequence in FILE with a finished RUN, and write a table.
 
-    FILE is a FASTA, FASTQ, GenBank, csv, tsv, json or jsonl, plain or gzip, with what the run was
-    trained on: sequences, pairs of them, or variants of a --reference. Labels are not needed. A
-    run that annotates gives stretches of each sequence, also as GFF or BED.
+    FILE is FASTA, FASTQ, GenBank, csv, tsv, json or jsonl, plain or gzip. It has the same kind of
+    input as the training data: sequences, pairs, or variants of a --reference. Labels are not
+    needed. Annotation runs write one row per interval, also as GFF or BED.
     """
     location = output_named(output, reads=[file, reference])
     from narrowcast.workloads.genomics.inference.finished import finished, require_target
@@ -97,9 +111,7 @@ def predict(run: str, file: str, reference: str | None, output: str, **options: 
     from narrowcast.workloads.genomics.inference.writing import format_named, lines
 
     requested = finished(run, device=options["device"], policy=options["policy"])
-    require_target(
-        requested, writes=False, instead="`genomics generate` and `genomics score` are for it"
-    )
+    require_target(requested, writes=False, instead="Use `genomics generate` or `genomics score`.")
     along = requested.target.per_letter
     kind = format_named(options["kind"], output, along=along)
     columns = Columns(
@@ -120,7 +132,7 @@ def predict(run: str, file: str, reference: str | None, output: str, **options: 
     if reader.cut:
         length = requested.info.max_length
         click.echo(
-            f"{reader.cut:,} sequences had more than {length:,} letters and were cut", err=True
+            f"{reader.cut:,} sequences were longer than {length:,} letters and were cut", err=True
         )
 
 
@@ -128,9 +140,9 @@ def predict(run: str, file: str, reference: str | None, output: str, **options: 
 @_RUN
 @click.argument("variants")
 @_with(_TABLE, _USED)
-@click.option("--reference", required=True, help="FASTA that VARIANTS are variants of.")
-@click.option("--labels", metavar="COLUMN", help="Say how well scores agree with this column.")
-@click.option("--positive", metavar="LABEL", help="The label that high scores are to have.")
+@click.option("--reference", required=True, help="Reference FASTA of the variants.")
+@click.option("--labels", metavar="COLUMN", help="Compare the scores with this column.")
+@click.option("--positive", metavar="LABEL", help="The label that should have high scores.")
 def score(
     run: str,
     variants: str,
@@ -140,15 +152,15 @@ def score(
     positive: str | None,
     **options: Any,
 ) -> None:
-    """Score every variant of VARIANTS, a VCF or a table with chrom, pos, ref and alt.
+    """Score every variant in VARIANTS: a VCF, or a table with chrom, pos, ref and alt.
 
-    RUN is a base, which gives the log-likelihood ratio of alternative and reference, below 0 where
-    the alternative is less likely; or a run that was trained on variants, which gives the chances
-    of its classes or its value.
+    With a pretrained RUN, the score is the log-likelihood ratio of alternative and reference,
+    below 0 if the alternative is less likely. With a RUN trained on variants, the score comes from
+    its class probabilities or its predicted value.
     """
     position = output_named(output, reads=[variants, reference])
     if positive is not None and labels is None:
-        raise click.UsageError("--positive is one of the labels; name their column with --labels")
+        raise click.UsageError("--positive needs --labels, the column with the labels.")
     from narrowcast.workloads.genomics.inference.finished import finished
     from narrowcast.workloads.genomics.inference.measures import Labelled
     from narrowcast.workloads.genomics.inference.reading import Columns, Reader
@@ -180,35 +192,41 @@ def score(
 
 @genomics.command()
 @_RUN
-@click.option("--prompt", default="", help="Letters to go on from.  [default: one by chance]")
+@click.option("--prompt", default="", help="Letters to continue.  [default: one random letter]")
 @click.option(
-    "--length", type=click.IntRange(1), default=500, show_default=True, help="Letters to write."
+    "--length", type=click.IntRange(1), default=500, show_default=True, help="Letters to generate."
 )
-@click.option("--count", type=click.IntRange(1), default=1, show_default=True, help="Sequences.")
+@click.option(
+    "--count", type=click.IntRange(1), default=1, show_default=True, help="Sequences to generate."
+)
 @click.option(
     "--temperature",
     type=click.FloatRange(0),
     default=1.0,
     show_default=True,
-    help="0: always the likeliest letter.",
+    help="Sampling temperature; 0: greedy.",
 )
-@click.option("--top-k", type=click.IntRange(1), help="Choose among so many likeliest.")
+@click.option("--top-k", type=click.IntRange(1), help="Sample from the k likeliest letters.")
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
-    help="Choose among the likeliest that have this chance together.",
+    help="Sample from the likeliest letters with this total probability.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Random seed of the samples.",
+)
 @_with(_USED)
 def generate(run: str, device: str, policy: str, **options: Any) -> None:
-    """Write new sequences with RUN, a base of `genomics pretrain`, as FASTA."""
+    """Generate sequences with a pretrained RUN, and print them as FASTA."""
     from narrowcast.workloads.genomics.inference.finished import finished, require_target
     from narrowcast.workloads.genomics.inference.write import Wish, fasta, sequences
 
     requested = finished(run, device=device, policy=policy)
-    require_target(
-        requested, writes=True, instead="give a base, as `narrowcast genomics pretrain` makes one"
-    )
+    require_target(requested, writes=True, instead="Use a run of `narrowcast genomics pretrain`.")
     wish, meter = Wish(**options), _Meter("letters")
     bases = requested.alphabet.complement is not None
     written = sequences(requested, wish, meter.at)
@@ -229,7 +247,7 @@ def _write(location: Output, lines: Iterable[str], meter: "_Meter") -> None:
                 write(line)
     meter.clear()
     if location.path is not None:
-        click.echo(f"written to {location.path}")
+        click.echo(f"wrote {location.path}")
 
 
 @final

@@ -63,14 +63,14 @@ def read_network_info(name: str) -> tuple[NetworkInfo, Path]:
         stored = _SHAPE.validate_json(read_plain(path, most=LARGEST), strict=True)
     except OSError as error:
         raise ConfigError(
-            f"{shown_path(path)} cannot be read ({error.strerror}); give the folder of a finished "
-            "run of genomics, as `narrowcast genomics pretrain` makes one"
+            f"{shown_path(path)} cannot be read ({error.strerror}). Give the folder of a finished "
+            "genomics run, such as one of `narrowcast genomics pretrain`."
         ) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"{shown_path(path)} is damaged: {where}{': ' if where else ''}{first['msg']}"
+            f"{shown_path(path)} is damaged: {where}{': ' if where else ''}{first['msg']}."
         ) from error
     except ConfigError as error:  # a network that cannot be
         raise CheckpointError(f"{shown_path(path)} is damaged: {error}") from error
@@ -84,11 +84,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         return load_file(path)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{shown_path(path)} is not there: the run has not ended; narrowcast resume "
-            f"{shown_path(folder)}"
+            f"{shown_path(path)} does not exist because the run is not finished. Run narrowcast "
+            f"resume {shown_path(folder)}."
         ) from error
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{shown_path(path)} is damaged: {error}") from error
+        raise CheckpointError(f"{shown_path(path)} is damaged: {error}.") from error
 
 
 def load_into(network: torch.nn.Module, weights: dict[str, Tensor], *, head: bool) -> None:
@@ -99,7 +99,7 @@ def load_into(network: torch.nn.Module, weights: dict[str, Tensor], *, head: boo
     wrong = [key for key in wanted - set(missing) if own[key].shape != weights[key].shape]
     if missing or wrong:
         what = f"{missing[0]} is missing" if missing else f"{wrong[0]} has another shape"
-        raise CheckpointError(f"the weights do not fit what {FILE} says of them: {what}")
+        raise CheckpointError(f"The weights do not match {FILE}: {what}.")
     with torch.no_grad():
         for key in wanted:
             own[key].copy_(weights[key])

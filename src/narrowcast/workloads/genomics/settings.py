@@ -22,7 +22,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class GenomicData(DataSection):
-    """Which sequences are learnt, and how they become tokens."""
+    """Which sequences to train on, and how they become tokens."""
 
     places: ClassVar[tuple[str, ...]] = (
         "path",
@@ -36,172 +36,178 @@ class GenomicData(DataSection):
 
     path: Text = Field(
         default=MADE,
-        description="a file of sequences to train on: csv, tsv, json, jsonl, FASTA, FASTQ, GenBank "
-        f"or VCF, plain or gzip; {MADE}: sequences that are made from the seed",
+        description="file of training sequences: csv, tsv, json, jsonl, FASTA, FASTQ, GenBank or "
+        f"VCF, plain or gzip; {MADE}: synthetic sequences drawn from the seed",
     )
     more: tuple[Text, ...] = Field(
-        default=(), max_length=MOST_FILES, description="further files to train on, beside path"
+        default=(), max_length=MOST_FILES, description="further training files"
     )
-    validation: Text = Field(
-        default="", description="a file to judge on while training; empty: a share of path"
-    )
+    validation: Text = Field(default="", description="validation file; empty: a share of path")
     test: Text = Field(
-        default="", description="a file that is judged once, when training is over; empty: none"
+        default="", description="test file, evaluated once after training; empty: none"
     )
     validation_share: float = Field(
-        default=0.1, gt=0, lt=1, description="share of path that is judged on, chosen by the seed"
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="share of path held out for validation, drawn by the seed",
     )
     alphabet: Literal["dna", "rna", "protein"] = Field(
-        default="dna", description="which letters sequences have"
+        default="dna", description="kind of sequence"
     )
     strict: bool = Field(
-        default=False, description="refuse letters beyond the alphabet instead of reading N or X"
+        default=False, description="raise an error for ambiguous letters instead of reading N or X"
     )
     tokenizer: Literal["byte", "kmer"] = Field(
-        default="byte", description="a token a letter, or one for k letters"
+        default="byte", description="one token per letter (byte) or per k letters (kmer)"
     )
-    kmer: int = Field(default=3, ge=1, le=8, description="letters of a token (tokenizer=kmer)")
+    kmer: int = Field(default=3, ge=1, le=8, description="letters per token (tokenizer=kmer)")
     overlap: int = Field(
-        default=1, ge=0, le=7, description="letters that neighbours share (tokenizer=kmer)"
+        default=1, ge=0, le=7, description="letters that neighbouring tokens share (tokenizer=kmer)"
     )
     max_length: int = Field(
-        default=1024, ge=1, le=LONGEST, description="letters of a sequence at most; more are cut"
+        default=1024,
+        ge=1,
+        le=LONGEST,
+        description="maximum letters per sequence; longer ones are cut",
     )
     stride: int | None = Field(
         default=None,
         ge=1,
         le=LONGEST,
-        description="letters between two windows of a long sequence (annotation, generation); "
-        "none: max_length",
+        description="letters from one window of a long sequence to the next (annotation, "
+        "generation); none: max_length",
     )
-    sequence: Column = Field(default="sequence", description="column of the sequences")
+    sequence: Column = Field(default="sequence", description="column with the sequence")
     alternative: Column = Field(
-        default="alternative", description="column of the sequences with the variant"
+        default="alternative", description="column with the sequence that has the variant"
     )
-    label: Column = Field(default="label", description="column of what is to be predicted")
+    label: Column = Field(default="label", description="column with the label to predict")
     reference: Text = Field(
         default="",
-        description="FASTA that variants given by chrom, pos, ref and alt are variants of",
+        description="reference FASTA for variants given as chrom, pos, ref and alt",
     )
     position: Column = Field(
-        default="pos", description="column of the position of a variant, counted from 1"
+        default="pos", description="column with the position of a variant, counted from 1"
     )
     features: Text = Field(
-        default="", description="GFF with the features of a FASTA (annotation); empty: in path"
+        default="",
+        description="GFF with the features of the FASTA (annotation); empty: path has them",
     )
     source: Text = Field(
         default="",
-        description="a file of the domain that is adapted from (domain_adaptation), where "
-        "model.path has not learnt it already",
+        description="file of source-domain sequences (domain_adaptation); leave empty if "
+        "model.path was trained on them",
     )
     reverse_complement: bool = Field(
-        default=False, description="learn every sequence from both strands (dna, rna)"
+        default=False, description="train on both strands of every sequence (dna, rna)"
     )
     mutate: Share = Field(
-        default=0.0, description="share of letters drawn anew, at random, in every training batch"
+        default=0.0, description="share of letters replaced at random in every training batch"
     )
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
         """Refuse what an alphabet does not have, and tokens that never end."""
         if self.alphabet == "protein" and self.reverse_complement:
-            text = "a protein has one strand; leave reverse_complement out"
+            text = "proteins have no reverse complement. Leave reverse_complement out"
             check_conflicts([(("reverse_complement", "alphabet"), text)])
         if self.tokenizer == "kmer" and self.overlap >= self.kmer:
-            text = f"tokens of {self.kmer} letters cannot share {self.overlap}; write overlap=1"
+            text = f"overlap must be below kmer={self.kmer}, got {self.overlap}. Write overlap=1"
             check_conflicts([(("overlap", "kmer"), text)])
         if self.tokenizer == "kmer" and self.mutate:
-            text = "tokens of several letters share those that are exchanged; write tokenizer=byte"
+            text = "mutate needs one letter per token. Write tokenizer=byte, or leave mutate out"
             check_conflicts([(("mutate", "tokenizer"), text)])
         if self.reference and self.alphabet != "dna":
-            text = "variants of a reference are read as DNA; write alphabet=dna"
+            text = "variants of a reference are DNA. Write alphabet=dna, or leave reference out"
             check_conflicts([(("reference", "alphabet"), text)])
         for name in ("more", "reference", "features"):
             if self.path == MADE and getattr(self, name):
-                text = "made sequences have none; name the first file with path"
+                text = f"{name} needs sequences from a file. Write data.path, or leave {name} out"
                 check_conflicts([((name, "path"), text)])
         return self
 
 
 class GenomicModelSection(Section):
-    """The network: a base that was trained before, or a new one by its size."""
+    """The network: a pretrained one, or a new one by its size."""
 
     path: Text = Field(
         default="",
-        description="folder of a run whose network is gone on with; empty: a new one",
+        description="folder of a finished run whose weights to start from; empty: a new network",
     )
     preset: Literal["mini", "tiny", "small", "base", "large", "long"] = Field(
         default="tiny", description="size of a new network"
     )
     backbone: Literal["hyena", "attention", "cnn"] = Field(
-        default="hyena", description="what carries letters to one another"
+        default="hyena", description="layer type that mixes positions"
     )
     width: int | None = Field(
         default=None,
         ge=8,
         le=2**16,
-        description="numbers a token is carried in; none: the preset's",
+        description="hidden size; none: the preset's",
     )
     layers: int | None = Field(
-        default=None, ge=1, le=1024, description="blocks; none: the preset's"
+        default=None, ge=1, le=1024, description="number of blocks; none: the preset's"
     )
-    order: int = Field(default=2, ge=2, le=8, description="gates of a Hyena operator")
+    order: int = Field(default=2, ge=2, le=8, description="order of the Hyena operator")
     patching: Literal["none", "static", "entropy"] = Field(
-        default="none", description="letters joined to patches that the blocks work on"
+        default="none",
+        description="group letters into patches: fixed length (static) or by entropy",
     )
     patch_size: int = Field(
-        default=8, ge=1, le=1024, description="letters of a patch; on average with patching=entropy"
+        default=8, ge=1, le=1024, description="letters per patch; the mean with patching=entropy"
     )
     reverse_complement: bool = Field(
-        default=False, description="compute the same for both strands, by construction"
+        default=False, description="make the network equivariant to the reverse complement"
     )
-    dropout: Share = Field(default=0.1, description="share of numbers dropped in training")
+    dropout: Share = Field(default=0.1, description="dropout probability")
     pool: Literal["mean", "max", "cls", "attention", "position"] = Field(
         default="mean",
-        description="how the tokens of a sequence become one vector; position: by weights for each "
-        "of data.max_length positions, where sequences are aligned",
+        description="how token states become one vector per sequence; position: one weight per "
+        "position, for aligned sequences",
     )
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
         """Refuse vectors that depend on which strand comes first."""
         if self.reverse_complement and self.pool in ("cls", "position"):
-            text = f"pool={self.pool} reads a strand from its beginning; write mean, max, attention"
+            text = f"pool={self.pool} depends on the strand. Write mean, max or attention"
             check_conflicts([(("pool", "reverse_complement"), text)])
         return self
 
 
 class Objective(Section):
-    """What is predicted."""
+    """What the network predicts."""
 
-    task: TaskName = Field(description="what the network is for")
+    task: TaskName = Field(description="what to predict")
     target: Literal["class", "labels", "value"] = Field(
         default="class",
-        description="one class of several, any number of labels (joined with ;), or a number",
+        description="one class, any number of labels (joined with ;), or a number",
     )
     function: Literal["go", "ec"] = Field(
-        default="go", description="which classes protein_function has unless labels says"
+        default="go", description="default classes of protein_function: GO terms or EC classes"
     )
     labels: tuple[Column, ...] = Field(
         default=(),
         max_length=MOST_CLASSES,
-        description="names of the classes; none: those of the data, in the task's own order",
+        description="class names; none: the task's classes, or those of the data",
     )
     label_smoothing: Share = Field(
-        default=0.0, description="share of a class that is spread over all classes"
+        default=0.0, description="share of the target spread evenly over all classes"
     )
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
         """Refuse targets a task does not have."""
         if self.task in ("annotation", "generation") and self.target != "class":
-            text = f"{self.task} predicts a class for every letter; leave target out"
+            text = f"{self.task} predicts a class for every letter. Leave target out"
             check_conflicts([(("target", "task"), text)])
         if self.target != "class" and self.label_smoothing:
-            text = f"target={self.target} has no classes to smooth; leave label_smoothing out"
+            text = f"target={self.target} has no classes to smooth. Write label_smoothing=0"
             check_conflicts([(("label_smoothing", "target"), text)])
         if len(set(self.labels)) != len(self.labels):
-            check_conflicts([(("labels",), "a class is named twice; name each once")])
+            check_conflicts([(("labels",), "a class occurs twice. Name each class once")])
         return self
 
     @property
@@ -217,25 +223,25 @@ class Objective(Section):
 
 
 class Tuning(Section):
-    """Who learns how fast, and from when."""
+    """Learning rate and freezing per stage of the network."""
 
     layerwise_decay: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="factor on the learning rate from each stage to the one below it; 1: all alike",
+        description="learning rate factor from each stage to the one below it; 1: the same rate",
     )
     freeze: bool = Field(default=False, description="train the head only")
     unfreeze_over: Share = Field(
         default=0.0,
-        description="share of the run over which stages are unfrozen, the last first; 0: at once",
+        description="share of the run over which stages are unfrozen, last stage first; 0: at once",
     )
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
         """Refuse to thaw what stays frozen."""
         if self.freeze and self.unfreeze_over:
-            text = "freeze keeps the base as it is to the end; leave one of them out"
+            text = "freeze=true keeps the backbone frozen to the end. Leave one of them out"
             check_conflicts([(("unfreeze_over", "freeze"), text)])
         return self
 

@@ -78,9 +78,9 @@ def test_a_protein_has_the_motif_of_its_class(function):
 
 
 def test_made_sequences_are_of_the_alphabet_that_is_asked_for():
-    with pytest.raises(ConfigError, match="proteins; write protein"):
+    with pytest.raises(ConfigError, match=r"proteins. Write data.alphabet=protein"):
         made.made_parts("protein_function", "go", "dna", seed=0)
-    with pytest.raises(ConfigError, match="DNA; write dna"):
+    with pytest.raises(ConfigError, match=r"DNA. Write data.alphabet=dna"):
         made.made_parts("generation", "go", "protein", seed=0)
     parts = made.made_parts("domain_adaptation", "go", "dna", seed=0)
     assert list(parts) == ["train", "validation", "source", "source validation"]

@@ -47,7 +47,7 @@ def test_labels_of_json_are_numbers_words_or_lists_of_them(read):
 def test_a_label_that_is_none_is_refused_by_its_record(read, label):
     good = '{"sequence": "ACGT", "label": 1}\n'
     text = f'{good}{{"sequence": "ACGT", "label": {label}}}\n'
-    with pytest.raises(ConfigError, match=r"t\.jsonl, record 2: its label is"):
+    with pytest.raises(ConfigError, match=r"t\.jsonl, record 2: the label must be text"):
         read("variant_effect", {"t.jsonl": text})
 
 
@@ -56,12 +56,15 @@ def test_a_label_that_is_none_is_refused_by_its_record(read, label):
     [
         ("", r"t\.csv"),
         ("sequence,label\n", r"t\.csv has no records"),
-        ("sequence,class\nACGT,x\n", r"record 1 has no label 'label': there are class; name"),
-        ("sequence,label\nACGT,x\nACGT,\n", r"record 2: its label 'label' is empty; leave out"),
-        ("text,label\nACGT,x\n", r"record 1 has no column sequence; it has text, label"),
-        ("sequence,label\n,x\n", r"record 1 has a sequence without letters"),
-        ("sequence,label\nACGT,x\nACGQ,x\n", r"record 2: letter 4 is 'Q'"),
-        ("sequence,alternative,label\nACGT,AC!T,x\n", r"record 1: letter 3 is '!'"),
+        ("sequence,class\nACGT,x\n", r"record 1 has no label 'label', got class. Name"),
+        ("sequence,label\nACGT,x\nACGT,\n", r"record 2: the label 'label' is empty. Remove"),
+        ("text,label\nACGT,x\n", r"record 1 has no column sequence, got text, label"),
+        ("sequence,label\n,x\n", r"record 1 has an empty sequence"),
+        ("sequence,label\nACGT,x\nACGQ,x\n", r"record 2: letter 4 is not a dna letter, got 'Q'"),
+        (
+            "sequence,alternative,label\nACGT,AC!T,x\n",
+            r"record 1: letter 3 is not a dna letter, got '!'",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_table_is_said_by_its_record(read, text, message):
@@ -105,18 +108,18 @@ def test_the_classes_of_a_vcf_are_in_its_info(read):
     with pytest.raises(ConfigError, match=r"v\.vcf, record 1 has no label 'label'.*CLNSIG, AF"):
         read("variant_effect", files, reference="g.fa")
     files["v.vcf"] = vcf.replace("Benign", ".")  # how VCF writes that there is none
-    with pytest.raises(ConfigError, match=r"record 1: its label 'CLNSIG' is empty"):
+    with pytest.raises(ConfigError, match=r"record 1: the label 'CLNSIG' is empty"):
         read("variant_effect", files, reference="g.fa", label="CLNSIG")
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("chr1,7,A,G,x", r"v\.csv, record 1: the reference of chr1:7 is A there and T in .*g\.fa"),
+        ("chr1,7,A,G,x", r"v\.csv, record 1: the reference of chr1:7 is A, but .*g\.fa has T"),
         ("chr2,7,T,G,x", r"record 1: chr2:7 is not in .*g\.fa"),
         ("chr1,70,T,G,x", r"record 1: chr1:70 is not in"),
-        ("chr1,seven,T,G,x", r"record 1: pos is 'seven'"),
-        ("chr1,7,T,<DEL>,x", r"record 1: the alternative is '<DEL>'"),
+        ("chr1,seven,T,G,x", r"record 1: pos must be a whole number from 1, got 'seven'"),
+        ("chr1,7,T,<DEL>,x", r"record 1: the alternative must be a sequence, got '<DEL>'"),
     ],
 )
 def test_a_variant_that_does_not_fit_its_reference_is_refused(read, line, message):
@@ -142,7 +145,7 @@ def test_a_sequence_that_the_gff_does_not_name_is_refused(read):
 
 def test_features_beyond_the_end_are_refused(read):
     files = {"g.fa": ">chr1\nACGT\n", "g.gff": GFF.format(name="chr1")}
-    with pytest.raises(ConfigError, match=r"g\.fa, record 1: gene at 3 to 6 lies beyond"):
+    with pytest.raises(ConfigError, match=r"g\.fa, record 1: gene at 3 to 6 is outside"):
         read("annotation", files, features="g.gff")
 
 
@@ -154,8 +157,8 @@ def test_a_genome_without_anything_on_it_is_refused(read):
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        ("010", r"t\.csv, record 2: label has 3 labels for 4 letters"),
-        ("0102", r"record 2: label is '2'; classes are other, gene"),
+        ("010", r"t\.csv, record 2: label must .* 4 letters, got 3"),
+        ("0102", r"record 2: label must be one of other, gene, .* got '2'"),
     ],
 )
 def test_classes_of_letters_that_do_not_fit_are_refused(read, label, message):
@@ -173,21 +176,31 @@ def test_letters_whose_class_nobody_knows_are_left_out(read):
 def test_strict_refuses_letters_that_mean_several(read):
     (row,) = read("generation", {"g.fa": ">a\nACGRN\n"})
     assert row.sequence == "ACGNN"
-    with pytest.raises(ConfigError, match=r"g\.fa, record 1: letter 4 is 'R'"):
+    with pytest.raises(
+        ConfigError, match=r"g\.fa, record 1: letter 4 must be .* got the ambiguous 'R'"
+    ):
         read("generation", {"g.fa": ">a\nACGRN\n"}, strict=True)
 
 
 @pytest.mark.parametrize(
     ("text", "reference", "message"),
     [
-        ("Seq,label\nACGT,a\n", "", "it has Seq, label; name the one .* with data.sequence"),
+        ("Seq,label\nACGT,a\n", "", "got Seq, label. Name the column with data.sequence"),
         (",sequence,label\n0,ACGT,a\n", "", r"to_csv\(…, index=False\)"),
-        ("chrom,pos,ref,alt,label\n1,2,A,C,a\n", "", "variants need the FASTA .* data.reference"),
-        ("##fileformat=VCFv4.2\n", "", "lie on with data.reference, or --reference"),
-        ("chrom,at,ref,alt,label\n1,2,A,C,a\n", "r.fa", "holds it with data.position"),
-        ("Chr,pos,ref,alt,label\n1,2,A,C,a\n", "r.fa", "call the one that holds it chrom"),
-        ("chrom,pos,ref,alt,label\nNC_1,2,A,C,a\n", "r.fa", "call chromosomes as the FASTA does"),
-        (">one\nACGT\n", "r.fa", "has sequences and no variants; give a VCF"),
+        (
+            "chrom,pos,ref,alt,label\n1,2,A,C,a\n",
+            "",
+            "Variants need their FASTA: write data.reference",
+        ),
+        ("##fileformat=VCFv4.2\n", "", "refer to with data.reference, or --reference"),
+        ("chrom,at,ref,alt,label\n1,2,A,C,a\n", "r.fa", "Name the column with data.position"),
+        ("Chr,pos,ref,alt,label\n1,2,A,C,a\n", "r.fa", "Rename the column to chrom"),
+        (
+            "chrom,pos,ref,alt,label\nNC_1,2,A,C,a\n",
+            "r.fa",
+            "Use the chromosome names of the FASTA",
+        ),
+        (">one\nACGT\n", "r.fa", "has sequences but no variants. Give a VCF"),
     ],
 )
 def test_what_is_missing_is_said_with_what_to_write(tmp_path, text, reference, message):

@@ -119,7 +119,7 @@ def test_long_sequences_are_cut_as_in_training_and_said_to_be(finished, tmp_path
     said = capsys.readouterr()
     first, second = said.out.splitlines()[1:]
     assert first.partition(",")[2] == second.partition(",")[2]
-    assert "1 sequences had more than 64 letters and were cut" in said.err
+    assert "1 sequences were longer than 64 letters and were cut" in said.err
 
 
 @pytest.mark.parametrize(("kind", "column"), [("gff", 6), ("bed", 5)])

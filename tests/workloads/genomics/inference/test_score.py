@@ -111,7 +111,7 @@ def test_scores_are_held_against_labels(finished, variants, capsys):
     scores = [float(row["score"]) for row in found]
     truth = [number % 2 == 0 for number in range(len(PLACES))]
     said = capsys.readouterr().out
-    assert "6 variants; 3 are good, which high scores are to have" in said
+    assert "6 variants; 3 are good, which should have high scores" in said
     assert f"AUROC {sk.roc_auc_score(truth, scores):.4f}" in said
     assert f"AUPRC {sk.average_precision_score(truth, scores):.4f}" in said
     assert f"Spearman {stats.spearmanr(truth, scores).statistic:.4f}" in said
@@ -136,7 +136,7 @@ def test_labels_of_a_vcf_are_in_its_info(finished, tmp_path, capsys):
     (tmp_path / "v.csv").write_text("\n".join(lines) + "\n")
     scored(finished("base"), tmp_path, "--labels", "KIND")
     said = capsys.readouterr().out
-    assert "5 variants, 1 without a label; 3 are 1, which high scores are to have" in said
+    assert "5 variants, 1 without a label; 3 are 1, which should have high scores" in said
 
 
 @pytest.mark.parametrize("words", [("--labels", "nix"), ("--labels", "kind", "--positive", "x")])

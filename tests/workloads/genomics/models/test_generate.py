@@ -66,7 +66,7 @@ def test_only_allowed_letters_are_drawn_and_the_mode_is_put_back():
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"temperature": -1.0}, "0, for the likeliest"),
+        ({"temperature": -1.0}, "temperature must be 0"),
         ({"top_k": 0}, "1 or more"),
         ({"top_p": 0.0}, "above 0"),
     ],

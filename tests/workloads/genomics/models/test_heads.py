@@ -46,7 +46,7 @@ def test_pooling_by_position_is_a_bilinear_form_that_knows_where_a_state_stood()
 
 
 def test_pooling_by_position_wants_to_know_how_many_there_are():
-    with pytest.raises(ConfigError, match="give length"):
+    with pytest.raises(ConfigError, match="Give length"):
         SequenceHead(8, 3, "position")
 
 

@@ -167,13 +167,13 @@ def test_presets_build(name):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"order": 1}, "write 2 or more"),
-        ({"width": 0}, "width=0: must be 1 or more"),
+        ({"order": 1}, "order must be 2 or more"),
+        ({"width": 0}, "width must be 1 or more, got 0"),
         ({"backbone": "rnn"}, "one of hyena, attention, cnn"),
         ({"backbone": "attention", "heads": 5}, "5 heads"),
         ({"kernel": 4}, "must be odd"),
-        ({"min_patch": 8, "max_patch": 4}, "the lesser first"),
-        ({"reverse_complement": True, "causal": True}, "set one of them to false"),
+        ({"min_patch": 8, "max_patch": 4}, "at most max_patch"),
+        ({"reverse_complement": True, "causal": True}, "Set one of them to false"),
     ],
 )
 def test_impossible_shapes_are_refused(wrong, told):
@@ -188,5 +188,5 @@ def test_complements_that_are_none_are_refused(table):
 
 
 def test_an_unknown_preset_is_refused():
-    with pytest.raises(ConfigError, match="there are mini, tiny, small"):
+    with pytest.raises(ConfigError, match="one of mini, tiny, small"):
         GenomicConfig.preset("huge", vocab_size=12)

@@ -44,11 +44,11 @@ def test_proteins_end_before_the_first_stop(text):
 
 
 def test_codes_and_letters_that_are_none_are_refused():
-    with pytest.raises(ConfigError, match="genetic code 7: there is no such code; write one of 1,"):
+    with pytest.raises(ConfigError, match=r"one of 1, .* got 7"):
         translate("ATG", 7)
-    with pytest.raises(ConfigError, match="genetic code 27: codons of it are amino acids or stops"):
+    with pytest.raises(ConfigError, match="got 27: some of its codons"):
         orfs("ATG", code=27)
-    with pytest.raises(ConfigError, match="codon 'A-G'"):
+    with pytest.raises(ConfigError, match="DNA or RNA letters, got 'A-G'"):
         translate("A-G")
 
 
@@ -94,5 +94,5 @@ def test_a_frame_reads_from_start_to_stop():
 
 
 def test_starts_that_are_no_codons_are_refused():
-    with pytest.raises(ConfigError, match="'AT' is no codon"):
+    with pytest.raises(ConfigError, match="got 'AT'"):
         orfs("ATGTAA", starts=["AT"])

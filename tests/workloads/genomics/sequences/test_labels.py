@@ -55,7 +55,7 @@ def test_a_feature_across_the_origin_as_genbank_and_as_gff_write_it():
     expected = [1, 1, 0, 0, 0, 0, 0, 0, 1, 1]
     assert base_labels(10, split, {"gene": 1}).tolist() == expected
     assert base_labels(10, beyond, {"gene": 1}, circular=True).tolist() == expected
-    with pytest.raises(ConfigError, match=r"f.gb, record 2: gene at 9 to 12 lies beyond its 10"):
+    with pytest.raises(ConfigError, match=r"f.gb, record 2: gene at 9 to 12 is outside its 10"):
         base_labels(10, beyond, {"gene": 1}, location="f.gb, record 2")
 
 
@@ -107,7 +107,7 @@ def test_a_base_takes_the_value_of_the_nearest_token(length, k, data):
 
 
 def test_too_few_labels_are_refused():
-    with pytest.raises(ConfigError, match="tokens reach to letter 5, and there are 4 labels"):
+    with pytest.raises(ConfigError, match="tokens reach letter 5, got 4 labels"):
         token_labels(np.zeros(4, dtype=np.int64), ByteTokenizer(DNA).spans(5))
 
 
@@ -133,11 +133,11 @@ def test_a_class_may_be_called_as_unknown_letters_are():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("OGG", "t.csv, record 3: labels has 3 labels for 4 letters"),
-        (3, "labels has no list labels for 4 letters"),
-        ("OGGX", "t.csv, record 3: labels is 'X'; classes are O, G"),
-        ([0, 1, 2, 0], "labels is 2; classes are O, G"),
-        ([0, True, 0, 0], "labels is True"),
+        ("OGG", "t.csv, record 3: labels must .* 4 letters, got 3"),
+        (3, "each of 4 letters, got no list"),
+        ("OGGX", "t.csv, record 3: labels must be one of O, G, .* got 'X'"),
+        ([0, 1, 2, 0], "labels must be one of O, G, .* got 2"),
+        ([0, True, 0, 0], "got True"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(value, message):
@@ -149,11 +149,11 @@ def test_labels_of_records():
     one = record(label="G", number="2.5")
     assert class_label(one, "label", ["O", "G"]) == 1
     assert number_label(one, "number") == 2.5
-    with pytest.raises(ConfigError, match="record 3 has no column target; it has label, number"):
+    with pytest.raises(ConfigError, match="record 3 has no column target, got label, number"):
         class_label(one, "target", ["O", "G"])
-    with pytest.raises(ConfigError, match="record 3: label is 'G', no finite number"):
+    with pytest.raises(ConfigError, match="record 3: label must be a finite number, got 'G'"):
         number_label(one, "label")
-    with pytest.raises(ConfigError, match="record 3: label is 'nan', no finite number"):
+    with pytest.raises(ConfigError, match="record 3: label must be a finite number, got 'nan'"):
         number_label(record(label="nan"), "label")
 
 

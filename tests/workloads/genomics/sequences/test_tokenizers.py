@@ -148,7 +148,11 @@ def test_whatever_a_model_writes_can_be_decoded(tokenizer, data):
 
 @pytest.mark.parametrize(
     ("k", "overlap", "message"),
-    [(0, 0, "k is at least 1"), (3, 3, "overlap from 0 to k - 1"), (11, 0, "write a smaller k")],
+    [
+        (0, 0, "k must be at least 1"),
+        (3, 3, "overlap between 0 and k - 1"),
+        (11, 0, "Write a smaller k"),
+    ],
 )
 def test_kmers_that_cannot_be_are_refused(k, overlap, message):
     with pytest.raises(ConfigError, match=message):
@@ -156,7 +160,7 @@ def test_kmers_that_cannot_be_are_refused(k, overlap, message):
 
 
 def test_ids_of_another_vocabulary_are_refused():
-    with pytest.raises(ConfigError, match="which has 13 tokens"):
+    with pytest.raises(ConfigError, match="vocabulary size of 13"):
         ByteTokenizer(DNA).decode(np.array([13]))
 
 

@@ -54,13 +54,13 @@ def test_windows_are_cut_from_the_reference_and_from_the_changed_genome(
 @pytest.mark.parametrize(
     ("given_variant", "message"),
     [
-        (variant(2, "G", "T"), "record 7: the reference of chr1:2 is G there and C in r.fa"),
+        (variant(2, "G", "T"), "record 7: the reference of chr1:2 is G, but r.fa has C"),
         (variant(9, "A", "T"), "record 7: chr1:9 is not in r.fa, which has 1:1-4"),
         (variant(4, "TA", "T"), "chr1:4 is not in r.fa"),
         (variant(1, "A", "T", "chr2"), "chr2:1 is not in r.fa, which has 1:1-4"),
-        (variant(1, "A", "<DEL>"), "the alternative is '<DEL>', which spells no sequence"),
-        (variant(1, "A", "*"), "spells no sequence"),
-        (variant(1, "A", "ACGTACGTA"), "an allele has 9 letters, and windows have 8"),
+        (variant(1, "A", "<DEL>"), "the alternative must be a sequence, got '<DEL>'"),
+        (variant(1, "A", "*"), "must be a sequence"),
+        (variant(1, "A", "ACGTACGTA"), "an allele has 9 letters, more than the window of 8"),
     ],
 )
 def test_variants_that_do_not_fit_are_refused_with_file_and_record(given_variant, message):
@@ -78,7 +78,7 @@ def test_names_of_regions_and_given_positions_say_where_a_contig_begins(tmp_path
     assert whole.find_contig(variant(102, "C", "T", "17")).sequence == "ACGT"
     assert whole.find_contig(variant(1, "T", "G", "chrMT")).chrom == "M"
     path.write_text(">chr17:101-105\nacgt\n")
-    with pytest.raises(ConfigError, match="record 1 is named chr17:101-105, which are 5 letters"):
+    with pytest.raises(ConfigError, match="record 1 is named chr17:101-105, which is 5 letters"):
         Reference.read(path)
 
 

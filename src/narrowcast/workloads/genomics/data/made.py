@@ -45,9 +45,9 @@ def made_parts(task: str, function: str, alphabet: str, *, seed: int) -> dict[st
     proteins = task == "protein_function"
     if proteins is not (alphabet == "protein"):
         raise ConfigError(
-            f"data.alphabet={alphabet}: the sequences that are made for {task} are "
-            f"{'proteins; write protein' if proteins else 'DNA; write dna'}, or name a file of "
-            "yours with data.path"
+            f"data.alphabet={alphabet} does not match the synthetic sequences of {task}, which are "
+            f"{'proteins' if proteins else 'DNA'}. Write "
+            f"data.alphabet={'protein' if proteins else 'dna'}, or your own file in data.path."
         )
     parts = ["train", "validation"]
     if task == "domain_adaptation":

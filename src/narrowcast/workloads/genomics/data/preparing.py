@@ -76,18 +76,21 @@ def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
     notes += _leave_out_unknown(parts, data)
     if data.reverse_complement:
         parts["train"] = both_strands(parts["train"], ALPHABETS[data.alphabet], classes)
-    for part, what in (("train", "to learn"), ("validation", "to judge on")):
+    for part in ("train", "validation"):
         if not parts[part]:
             shorter = ", or write a smaller data.max_length" if objective.reads_genomes else ""
             raise ConfigError(
-                f"data.path={data.path}: there are no sequences {what}; give more{shorter}"
+                f"data.path={data.path} leaves no {_shown_part(part)} sequences. Give more "
+                f"sequences{shorter}."
             )
     if data.path == MADE and objective.task == "generation":
         nats = made.markov_entropy()
-        notes.append(f"the made genome has {nats:.4f} nats a base: no loss can stay below that")
-    tested = f", {len(parts['test']):,} to test on" if "test" in parts else ""
+        notes.append(
+            f"entropy of the synthetic genome: {nats:.4f} nats per base, a bound on the loss"
+        )
+    tested = f", {len(parts['test']):,} test" if "test" in parts else ""
     learnt, judged = len(parts["train"]), len(parts["validation"])
-    notes.insert(0, f"{learnt:,} sequences to learn, {judged:,} to judge on{tested}")
+    notes.insert(0, f"sequences: {learnt:,} training, {judged:,} validation{tested}")
     return Examined(parts=parts, classes=classes, notes=tuple(notes))
 
 
@@ -96,13 +99,13 @@ def _check_unused(data: GenomicData, objective: Objective) -> None:
     for name, tasks in SETTINGS_OF.items():
         if getattr(data, name) and objective.task not in tasks:
             raise ConfigError(
-                f"data.{name}={getattr(data, name)}: objective.task={objective.task} has no use "
-                f"for it, only {' and '.join(tasks)}; leave it out"
+                f"data.{name} is only for {' and '.join(tasks)}, got {getattr(data, name)} with "
+                f"objective.task={objective.task}. Leave it out."
             )
     if data.path == MADE and objective.labels:
         raise ConfigError(
-            "objective.labels: made sequences have classes of their own; leave it out, or name a "
-            "file of yours with data.path"
+            "objective.labels cannot be set for synthetic sequences, which have their own classes. "
+            "Leave it out, or write your own file in data.path."
         )
 
 
@@ -137,7 +140,7 @@ def _check_different(parts: Parts, data: GenomicData) -> None:
         raise ConfigError(
             f"data.path={data.path}: all {len(rows):,} sequences are the same, got "
             f"{shortened_text(rows[0].sequence)}. Give different sequences, or check which column "
-            "data.sequence names"
+            "data.sequence names."
         )
 
 
@@ -150,25 +153,25 @@ def _leave_out_unknown(parts: Parts, data: GenomicData) -> Iterator[str]:
         dropped += len(rows) - len(parts[part])
         if rows and not parts[part]:
             raise ConfigError(
-                f"{rows[0].location}: no sequence to {_PURPOSES.get(part, part)} has a letter "
-                "other "
-                f"than {unknown}, which is unknown. Give sequences with known letters"
+                f"{rows[0].location}: all {_shown_part(part)} sequences have only the unknown "
+                f"letter {unknown}. Give sequences with known letters."
             )
     if dropped:
-        yield f"{dropped:,} sequences have only unknown letters ({unknown}) and are left out"
+        yield f"left out {dropped:,} sequences that have only unknown letters ({unknown})"
 
 
-_PURPOSES = {"train": "learn", "validation": "judge on", "test": "test on"}
+def _shown_part(part: str) -> str:
+    return "training" if part == "train" else part
 
 
 def _leave_out_judged(parts: Parts) -> Iterator[str]:
     """Leave out what is judged on from what is learnt; yield how much that was."""
     judged = [row for part in ("validation", "test") for row in parts.get(part, ())]
-    for part, what in (("train", "to learn"), ("source", "of the source domain")):
+    for part in ("train", "source"):
         stored = without(parts.get(part, []), judged)
         if dropped := len(parts.get(part, [])) - len(stored):
             parts[part] = stored
-            yield f"{dropped:,} sequences {what} are also judged on, and left out"
+            yield f"left out {dropped:,} {_shown_part(part)} sequences that are also held out"
 
 
 def _shared_sites(parts: Parts) -> Iterator[str]:
@@ -176,8 +179,8 @@ def _shared_sites(parts: Parts) -> Iterator[str]:
     judged = {row.site for part in ("validation", "test") for row in parts.get(part, ())} - {""}
     if shared := sum(row.site in judged for row in parts["train"]):
         yield (
-            f"{shared:,} variants to learn lie at a position where another is judged on: measures "
-            "may flatter; hold out whole positions or regions"
+            f"{shared:,} training variants share a position with a held-out variant, so metrics "
+            "may be too good; hold out whole positions or regions"
         )
 
 
@@ -189,7 +192,7 @@ def _at_odds(parts: Parts, objective: Objective) -> Iterator[str]:
     for row in (row for part in ("train", "validation", "test") for row in parts.get(part, ())):
         labels.setdefault((row.sequence, row.alternative), set()).add(row.label)
     if count := sum(len(each) > 1 for each in labels.values()):
-        yield f"{count:,} sequences are there with several classes, of which one at most is found"
+        yield f"{count:,} sequences occur with different classes, so not all can be predicted right"
 
 
 def _check_pairs(parts: Parts) -> None:
@@ -198,9 +201,8 @@ def _check_pairs(parts: Parts) -> None:
     alone = [row for row in every if not row.alternative]
     if alone and len(alone) < len(every):
         raise ConfigError(
-            f"{alone[0].location} has no sequence with a variant, and others have one; give each "
-            "one, "
-            "or name the column with data.alternative"
+            f"{alone[0].location} has no alternative sequence, but other rows have one. Give one "
+            "per row, or name the column with data.alternative."
         )
 
 
@@ -236,11 +238,11 @@ def _one_sided(parts: Parts, classes: Sequence[str], objective: Objective) -> It
     # Classes that were named are wanted; those a task has by default need not all be there.
     wanted = judged | has("test") | set(objective.labels)
     if never := [name for name in classes if name in wanted - learnt]:
-        yield f"no {what} to learn has the class {_listed(never)}: it cannot be found"
+        yield f"no training {what} has the class {_listed(never)}, so it cannot be learnt"
     if unseen := [name for name in classes if name in learnt - judged]:
         yield (
-            f"no {what} to judge on has the class {_listed(unseen)}: measures say nothing of it; "
-            "give data.validation, or a larger data.validation_share"
+            f"no validation {what} has the class {_listed(unseen)}, so metrics do not cover it; "
+            "write data.validation, or a larger data.validation_share"
         )
 
 
@@ -264,7 +266,7 @@ def _cut(parts: Parts, data: GenomicData, objective: Objective) -> Iterator[str]
         parts[part], count = shortened(rows, data.max_length)
         lost += count
     if lost:
-        yield f"{lost:,} sequences had more than {data.max_length:,} letters and were cut"
+        yield f"{lost:,} sequences were longer than {data.max_length:,} letters and were cut"
 
 
 def as_examples(
@@ -282,8 +284,9 @@ def as_examples(
         case "generation", _:
             if not any((ids[1:] != tokenizer.unknown_id).any() for ids in tokens):
                 raise ConfigError(
-                    f"{rows[0].location}: no sequence has a known token after its first, so that "
-                    "nothing can be foretold; write a larger data.max_length, or give longer ones"
+                    f"{rows[0].location}: no sequence has a known token after its first, so there "
+                    "is nothing to predict. Write a larger data.max_length, or give longer "
+                    "sequences."
                 )
             targets = None
         case "annotation", _:

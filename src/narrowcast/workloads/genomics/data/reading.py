@@ -52,7 +52,7 @@ def _records(path: Path, data: GenomicData) -> Iterator[Record]:
     alphabet, columns = ALPHABETS[data.alphabet], (data.sequence,)
     for record in read_records(path, alphabet=alphabet, strict=data.strict, sequences=columns):
         if not record.sequence:
-            raise ConfigError(f"{record.location} has a sequence without letters; leave it out")
+            raise ConfigError(f"{record.location} has an empty sequence. Leave it out.")
         yield record
 
 
@@ -67,14 +67,14 @@ def _label(at: Record | Variant, data: GenomicData) -> str:
     label = fields.get(data.label)
     if (label is None and data.label in fields) or label == "" or _is_missing(at, label):
         raise ConfigError(
-            f"{at.location}: its label {data.label!r} is empty; leave out rows without one, or, of "
-            "several labels (objective.target=labels), write ; for none"
+            f"{at.location}: the label {data.label!r} is empty. Remove rows without a label, or "
+            "write ; for no labels with objective.target=labels."
         )
     if label is None:
         columns = shortened(", ".join(fields) or "no columns beside the sequence", 200)
         raise ConfigError(
-            f"{at.location} has no label {data.label!r}: there are {columns}; name the column with "
-            "data.label, and leave out rows without one"
+            f"{at.location} has no label {data.label!r}, got {columns}. Name the column with "
+            "data.label, and remove rows without a label."
         )
     return _text(label, at.location)
 
@@ -96,9 +96,8 @@ def _text(label: Any, location: str) -> str:
         case list():
             return ";".join(_text(each, location) for each in label)
     raise ConfigError(
-        f"{location}: its label is {shortened(repr(label))}; write a text, a finite number, or a "
-        "list "
-        "of such"
+        f"{location}: the label must be text, a finite number, or a list of these, got "
+        f"{shortened(repr(label))}."
     )
 
 
@@ -123,9 +122,8 @@ def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterato
             kinds |= {feature.kind for feature in lying}
         else:
             raise ConfigError(
-                f"{record.location} has neither a column {data.label!r} nor features; give a "
-                "GenBank "
-                "file, a GFF of its features with data.features, or a table with classes of letters"
+                f"{record.location} has neither a column {data.label!r} nor features. Give a "
+                "GenBank file, a GFF with data.features, or a table with one class per letter."
             )
         result = result or bool((letters > 0).any())
         yield replace(_row(record), letters=letters)
@@ -133,8 +131,8 @@ def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterato
         where = shown_path(expand_path(data.features) if data.features else path)
         wanted, there = (shortened(", ".join(each), 200) for each in (numbers, sorted(kinds)))
         raise ConfigError(
-            f"{where} has no feature of {wanted}; it has {there}: "
-            "name some of them with objective.labels, after the class of what lies between"
+            f"{where} has no feature of {wanted}, got {there}. Name some of them with "
+            "objective.labels, after the background class."
         )
 
 
@@ -147,9 +145,9 @@ def _lying_on(
     if record.name not in features:
         raise ConfigError(
             f"{record.location}: {shortened(record.name)!r} has no feature in "
-            f"{shown_path(expand_path(data.features))}, which has them on "
-            f"{shortened(', '.join(features) or 'no sequence', 200)}; call a sequence alike in "
-            "both, and leave out those without features"
+            f"{shown_path(expand_path(data.features))}, which has features on "
+            f"{shortened(', '.join(features) or 'no sequence', 200)}. Use the same sequence names "
+            "in both files, and remove sequences without features."
         )
     return features[record.name]
 

@@ -53,8 +53,8 @@ def collect_classes(rows: Sequence[Row], known: Sequence[str], *, several: bool)
         return tuple(known)
     if len(matches) > MOST_CLASSES:
         raise ConfigError(
-            f"there are {len(matches):,} classes, and {MOST_CLASSES:,} are the most; numbers are "
-            "predicted with objective.target=value, and other columns named with data.label"
+            f"There must be at most {MOST_CLASSES:,} classes, got {len(matches):,}. To predict "
+            "numbers, write objective.target=value. To use another column, write data.label."
         )
     if all(name.isdecimal() for name in matches):
         return tuple(sorted(matches, key=lambda name: (int(name), name)))
@@ -94,12 +94,13 @@ def row_values(rows: Sequence[Row]) -> npt.NDArray[np.float32]:
             value = float(row.label)
         except ValueError as error:
             raise ConfigError(
-                f"{row.location}: its label {row.label!r:.40} is no number; write "
-                "objective.target=class, or name another column with data.label"
+                f"{row.location}: the label must be a number, got {row.label!r:.40}. Write "
+                "objective.target=class, or name another column with data.label."
             ) from error
         if not abs(value) <= LARGEST_FP32:
             raise ConfigError(
-                f"{row.location}: its label {row.label!r:.40} is not finite in fp32; leave it out"
+                f"{row.location}: the label must be finite in fp32, got {row.label!r:.40}. Remove "
+                "the row."
             )
         values[at] = value
     return values
@@ -111,7 +112,7 @@ def _check_known(strange: Sequence[tuple[Row, str]], classes: Sequence[str]) -> 
     row, name = strange[0]
     shown = ", ".join(classes[:12]) + (", …" if len(classes) > 12 else "")
     raise ConfigError(
-        f"{row.location}: class {name!r:.60} is not among {shown}"
-        f"{f' (and {len(strange) - 1} rows more like it)' if len(strange) > 1 else ''}; name all "
-        "classes with objective.labels, or mend the file"
+        f"{row.location}: the class must be one of {shown}, got {name!r:.60}"
+        f"{f' (and {len(strange) - 1} more rows like it)' if len(strange) > 1 else ''}. Name all "
+        "classes with objective.labels, or fix the file."
     )

@@ -92,16 +92,15 @@ class Finished:
                 raise
             raise UnsupportedError(
                 f"{len(rows)} sequences of up to {batch['tokens'].shape[1]:,} tokens do not fit "
-                f"the memory of {self.device}; write a smaller --batch-size"
+                f"into the memory of {self.device}. Write a smaller --batch-size."
             ) from error
         finite = answer.flatten(1).isfinite() if answer.dim() < 3 else answer.isfinite().all(-1)
         finite = finite.all(1) if answer.dim() < 3 else (finite | ~batch["mask"]).all(1)
         if not finite.all():
             row = rows[int((~finite).nonzero()[0, 0])]
             raise DivergedError(
-                f"{row.location}: the network answers NaN or infinity; write --policy fp32, or "
-                "take "
-                "an earlier checkpoint"
+                f"{row.location}: the network returns NaN or inf. Write --policy fp32, or use an "
+                "earlier checkpoint."
             )
         return answer
 
@@ -116,8 +115,9 @@ def finished(name: str, *, device: str = "auto", policy: str = "fp32") -> Finish
     )
     if tokenizer.vocab_size != stored.config.vocab_size:
         raise CheckpointError(
-            f"{shown_path(folder)}: its tokens are {tokenizer.vocab_size}, and the network has "
-            f"{stored.config.vocab_size}; genomics.json is damaged, put it back from a copy"
+            f"{shown_path(folder)}: the tokenizer has {tokenizer.vocab_size} tokens, but the "
+            f"network has {stored.config.vocab_size}. genomics.json is damaged; restore it from a "
+            "copy."
         )
     target = _target(stored, tokenizer)
     weights = read_weights(folder)
@@ -154,7 +154,10 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def require_target(run: Finished, *, writes: bool, instead: str) -> None:
     """Refuse a run that was trained for something else than what is asked of it."""
     if isinstance(run.target, NextToken) != writes:
-        raise ConfigError(f"{run.name} was trained for {run.info.task}; {instead}")
+        raise ConfigError(
+            f"{run.name} was trained for {run.info.task}, which this command does not support. "
+            f"{instead}"
+        )
 
 
 def _target(saved: NetworkInfo, tokenizer: Tokenizer) -> Target:

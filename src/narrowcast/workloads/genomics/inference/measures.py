@@ -25,8 +25,7 @@ class Labelled:
         label = _label(variant.fields, self._column)
         if label is None:
             raise ConfigError(
-                f"{variant.location} has no column {self._column}; it has "
-                f"{_columns(variant.fields)}"
+                f"{variant.location} has no column {self._column}, got {_columns(variant.fields)}."
             )
         if label in ("", "."):
             self._without += 1
@@ -46,8 +45,8 @@ class Labelled:
         said = metrics.areas(truth, scores)
         spearman = metrics.of_values(truth.astype(float), scores)["spearman"]
         return [
-            f"{len(scores):,} variants{missing}; {int(truth.sum()):,} are {positive}, which high "
-            "scores are to have",
+            f"{len(scores):,} variants{missing}; {int(truth.sum()):,} are {positive}, which should "
+            "have high scores",
             f"AUROC {said['auroc']:.4f}",
             f"AUPRC {said['auprc']:.4f}",
             f"Spearman {spearman:.4f}",
@@ -66,8 +65,8 @@ class Labelled:
         if len(kinds) < 2:
             what = f"all labels are {kinds[0]!r}" if kinds else "no variant has a label"
             raise ConfigError(
-                f"--labels {self._column}: {what}; there is nothing to tell apart: name another "
-                "column, or leave --labels out"
+                f"--labels {self._column}: {what}, so there is nothing to compare. Name another "
+                "column, or leave --labels out."
             )
         if self._positive is None and values is not None and len(kinds) > 2:
             return None
@@ -78,14 +77,14 @@ class Labelled:
         if self._positive is not None:
             if self._positive not in kinds:
                 raise ConfigError(
-                    f"--positive {self._positive}: {self._column} has {', '.join(kinds[:12])}; "
-                    "write one of them"
+                    f"--positive must be a value of {self._column}, such as "
+                    f"{', '.join(kinds[:12])}, got {self._positive}."
                 )
             return self._positive
         if len(kinds) > 2:
             raise ConfigError(
-                f"{self._column} has {len(kinds)} classes: {', '.join(kinds[:12])}; name the one "
-                "that high scores are to have with --positive"
+                f"{self._column} has {len(kinds)} classes: {', '.join(kinds[:12])}. Name the class "
+                "that should have high scores with --positive."
             )
         return kinds[-1] if values is None else self._labels[int(np.argmax(values))]
 

@@ -51,8 +51,8 @@ class Reader:
         if not self._run.info.pairs:
             if reference is not None:
                 raise ConfigError(
-                    f"{self._run.name} was trained on sequences by themselves, not on variants of "
-                    "a reference; leave --reference out"
+                    f"{self._run.name} was trained on single sequences, not on variants of a "
+                    "reference. Leave --reference out."
                 )
             yield from map(self._fitted, self.whole(path))
         elif reference is None:
@@ -75,7 +75,7 @@ class Reader:
             name=self._columns.name,
         ):
             if not record.sequence:
-                raise ConfigError(f"{record.location} has no letters; leave it out")
+                raise ConfigError(f"{record.location} has an empty sequence. Leave it out.")
             yield Row(
                 sequence=record.sequence,
                 name=record.name or f"{record.number}",
@@ -101,10 +101,9 @@ class Reader:
             other = record.fields.get(columns.alternative)
             if not isinstance(other, str) or not other or not record.sequence:
                 raise ConfigError(
-                    f"{record.location} has no sequence {columns.alternative!r} beside its own, "
-                    "and "
-                    f"{self._run.name} was trained on pairs; name the column with --alternative, "
-                    f"or give variants with their --reference"
+                    f"{record.location} has no column {columns.alternative!r}, but "
+                    f"{self._run.name} was trained on pairs. Name the column with --alternative, "
+                    "or give variants with their --reference."
                 )
             yield Row(
                 sequence=record.sequence,
@@ -123,7 +122,9 @@ def check_output_differs(output: Path, *inputs: Path | None) -> None:
     """Refuse to write over what is read."""
     for path in inputs:
         if path is not None and output.exists() and path.exists() and output.samefile(path):
-            raise ConfigError(f"{shown_path(output)} is read from; name another file with -o")
+            raise ConfigError(
+                f"The output {shown_path(output)} is also an input. Write another file with -o."
+            )
 
 
 def _name(pair: VariantPair) -> str:

@@ -39,17 +39,20 @@ class Scored(NamedTuple):
 def require_scores(run: Finished) -> None:
     """Refuse a run that has nothing to say of variants."""
     if run.info.alphabet == "protein":
-        raise ConfigError(f"{run.name} learnt proteins, and variants are of DNA; give another run")
+        raise ConfigError(
+            f"{run.name} was trained on proteins, but variants are DNA. Use another run."
+        )
     if isinstance(run.target, NextToken):
         return
     if not run.info.pairs:
         raise ConfigError(
-            f"{run.name} was trained for {run.info.task} on sequences by themselves; give a base "
-            "(`narrowcast genomics pretrain`), or a run that was trained on pairs"
+            f"{run.name} was trained for {run.info.task} on single sequences, which gives no "
+            "variant score. Use a run of `narrowcast genomics pretrain`, or one trained on pairs."
         )
     if isinstance(run.target, Labels):
         raise ConfigError(
-            f"{run.name} has several labels for a variant and no score; see genomics predict"
+            f"{run.name} predicts several labels per variant, which gives no single score. Use "
+            "`narrowcast genomics predict`."
         )
 
 

@@ -102,8 +102,8 @@ def _more(
         if not is_out_of_memory(error):
             raise
         raise UnsupportedError(
-            f"{tokens.shape[0]} sequences of {tokens.shape[1]:,} tokens do not fit the memory of "
-            f"{run.device}; write a smaller --length or --count"
+            f"{tokens.shape[0]} sequences of {tokens.shape[1]:,} tokens do not fit into the memory "
+            f"of {run.device}. Write a smaller --length or --count."
         ) from error
 
 
@@ -119,5 +119,5 @@ class _Finite(nn.Module):
         """Return what the head makes of it."""
         logits: Tensor = self._head(hidden)
         if not logits.isfinite().all():
-            raise DivergedError("the network predicts NaN or infinity; take an earlier checkpoint")
+            raise DivergedError("The network predicts NaN or inf. Use an earlier checkpoint.")
         return logits

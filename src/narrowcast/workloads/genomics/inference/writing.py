@@ -31,8 +31,8 @@ def format_named(name: str | None, output: str, *, along: bool) -> Format:
     choices = [each for each in dict.fromkeys(ENDINGS.values()) if along or each in _TABLES]
     if kind not in choices:
         raise ConfigError(
-            f"{name or output}: not a format for this run; write --format or a file that ends in "
-            f"{', '.join(choices)}"
+            f"The format must be {', '.join(choices)} for this run, got {name or output}. Write "
+            "--format, or a file with one of these suffixes."
         )
     return kind
 

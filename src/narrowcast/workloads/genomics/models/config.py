@@ -51,27 +51,27 @@ class GenomicConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "max_length", "filter_width", "patch_size"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be 1 or more")
+                raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}.")
         self._check_choices()
         if self.order < 2:
             raise ConfigError(
-                f"order={self.order}: Hyena needs a gate and a value; write 2 or more"
+                f"order must be 2 or more (Hyena needs a gate and a value), got {self.order}."
             )
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ConfigError(f"kernel={self.kernel}: must be odd, so that it has a middle")
+            raise ConfigError(f"kernel must be odd, got {self.kernel}.")
         if self.backbone == "attention" and self.width % (2 * self.head_count):
             raise ConfigError(
-                f"width={self.width} does not split into {self.head_count} heads of an even width"
+                f"width must split into {self.head_count} heads of an even width, got {self.width}."
             )
         if not 1 <= self.min_patch <= self.max_patch:
             raise ConfigError(
-                f"min_patch={self.min_patch}, max_patch={self.max_patch}: give 1 or more, and the "
-                "lesser first"
+                f"min_patch must be 1 or more and at most max_patch, got {self.min_patch} and "
+                f"{self.max_patch}."
             )
         if self.reverse_complement and self.causal:
             raise ConfigError(
-                "reverse_complement=true reads a sequence from both ends, causal=true from one; "
-                "set one of them to false"
+                "reverse_complement=true and causal=true cannot be combined. Set one of them to "
+                "false."
             )
 
     def _check_choices(self) -> None:
@@ -83,7 +83,7 @@ class GenomicConfig:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)}: must be one of {', '.join(known)}"
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)}."
                 )
 
     @property
@@ -104,7 +104,7 @@ class GenomicConfig:
     def preset(cls, name: str, *, vocab_size: int, **changes: Any) -> "GenomicConfig":
         """Return the preset of that name, with `changes`."""
         if name not in PRESETS:
-            raise ConfigError(f"{name}: no such preset; there are {', '.join(PRESETS)}")
+            raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {name}.")
         return replace(cls(vocab_size=vocab_size, **PRESETS[name]), **changes)
 
 

@@ -66,9 +66,7 @@ def _within(filters: Tensor, length: int, *, causal: bool) -> Tensor:
     if causal:
         return filters[..., :length]
     if taps % 2 == 0:
-        raise ConfigError(
-            f"a two-sided filter of {taps} taps has no middle; give it an odd number of taps"
-        )
+        raise ConfigError(f"A two-sided filter must have an odd number of taps, got {taps}.")
     middle = taps // 2
     reach = min(middle, length - 1)
     return filters[..., middle - reach : middle + reach + 1]

@@ -67,10 +67,10 @@ def choose(
 
 def _check(tokens: Tensor, *, temperature: float, top_k: int | None, top_p: float | None) -> None:
     if tokens.shape[1] == 0:
-        raise ConfigError("nothing to continue; give at least one token to begin with")
+        raise ConfigError("The prompt is empty. Give at least one token.")
     if temperature < 0:
-        raise ConfigError(f"temperature={temperature}: must be 0, for the likeliest, or more")
+        raise ConfigError(f"temperature must be 0 (greedy) or more, got {temperature}.")
     if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k={top_k}: must be 1 or more")
+        raise ConfigError(f"top_k must be 1 or more, got {top_k}.")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top_p={top_p}: must be above 0 and at most 1")
+        raise ConfigError(f"top_p must be above 0 and at most 1, got {top_p}.")

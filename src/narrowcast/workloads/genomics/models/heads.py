@@ -32,9 +32,11 @@ class SequenceHead(nn.Module):
     ) -> None:
         super().__init__()
         if pool not in POOLS:
-            raise ConfigError(f"pool={pool}: must be one of {', '.join(POOLS)}")
+            raise ConfigError(f"pool must be one of {', '.join(POOLS)}, got {pool}.")
         if pool == "position" and length < 1:
-            raise ConfigError("pool=position has weights for each position; give length")
+            raise ConfigError(
+                "pool=position needs a length, because it has one weight per position. Give length."
+            )
         self.pool, self.length = pool, length
         narrow = max(width // NARROWER, 1)
         self.narrow = nn.Linear(width, narrow, bias=False) if pool == "position" else None

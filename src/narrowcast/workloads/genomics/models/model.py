@@ -98,15 +98,15 @@ def _complement_table(config: GenomicConfig, complement: Sequence[int] | None) -
         return torch.zeros(0, dtype=torch.int64)
     if complement is None:
         raise ConfigError(
-            "reverse_complement=true needs an alphabet with complements; use DNA or RNA with one "
-            "letter a token, or set it to false"
+            "reverse_complement=true needs an alphabet with complements. Use DNA or RNA with one "
+            "letter per token, or write reverse_complement=false."
         )
     table = torch.tensor([int(each) for each in complement], device="cpu")
     whole = len(table) == config.vocab_size and bool((table < len(table)).all())
     if not whole or not torch.equal(table[table], torch.arange(len(table), device="cpu")):
         raise ConfigError(
-            f"the table of complements must have an entry for each of {config.vocab_size} tokens, "
-            "and the complement of a complement must be the token itself"
+            f"complements must have one entry for each of {config.vocab_size} tokens, and the "
+            "complement of a complement must be the token itself."
         )
     return table
 

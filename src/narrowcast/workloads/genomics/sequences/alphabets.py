@@ -59,9 +59,8 @@ class Alphabet:
         for other, own in self.reads_as.items():
             if _has(raw, other) and _has(raw, own):
                 raise ConfigError(
-                    f"{_begin(location)}the sequence has both {own} and {other}, so it is "
-                    "neither DNA "
-                    "nor RNA; write one of them throughout"
+                    f"{_begin(location)}the sequence has both {own} and {other}, so it is neither "
+                    "DNA nor RNA. Use one of them throughout."
                 )
         unknown = ord(self.unknown)
         if unknown not in stored:
@@ -69,10 +68,9 @@ class Alphabet:
         if strict:
             at = stored.index(unknown)
             raise ConfigError(
-                f"{_begin(location)}letter {at + 1} is {_dense(sequence)[at]!r}, which may be "
-                "several "
-                f"of {self.name}'s; strict takes {self.letters} only: leave such sequences out, or "
-                "write strict=false to have unknown ones"
+                f"{_begin(location)}letter {at + 1} must be one of {self.letters} with "
+                f"data.strict=true, got the ambiguous {_dense(sequence)[at]!r}. Remove such "
+                f"sequences, or write data.strict=false to read it as {self.unknown}."
             )
         return Cleaned(stored.decode("ascii"), _count(raw, self.ambiguous))
 
@@ -95,11 +93,11 @@ class Alphabet:
 
     def _raise_letter(self, sequence: str, at: int, position: str) -> None:
         others = [each for each in ALPHABETS.values() if each is not self and each.fits(sequence)]
-        hint = f"; it reads as {others[0].name}" if others else ""
-        gap = ", and takes no gaps: remove them" if sequence[at] in "-." else ""
+        hint = f" It reads as {others[0].name}." if others else ""
+        gap = ". Remove gaps." if sequence[at] in "-." else "."
         raise ConfigError(
-            f"{_begin(position)}letter {at + 1} is {sequence[at]!r}; {self.name} has "
-            f"{self.letters + self.stop} and, for several of them, "
+            f"{_begin(position)}letter {at + 1} is not a {self.name} letter, got {sequence[at]!r}. "
+            f"Letters are {self.letters + self.stop} and, for ambiguity, "
             f"{self.unknown + self.ambiguous}{gap}{hint}"
         )
 

@@ -88,7 +88,7 @@ def _codon_numbers(codons: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArra
 def _codon_index(codon: str) -> int:
     letters = codon.upper().replace("U", "T")
     if len(letters) != 3 or not set(letters) <= set(BASES):
-        raise ConfigError(f"{codon!r} is no codon; write three of A, C, G and T")
+        raise ConfigError(f"A codon must be three of A, C, G and T, got {codon!r}.")
     first, second, third = map(BASES.index, letters)
     return 16 * first + 4 * second + third
 
@@ -101,7 +101,7 @@ _BASE_NUMBERS[ord("U")] = BASES.index("T")
 @lru_cache(maxsize=2**15)
 def _ambiguous_codon(codon: str, code: int) -> str:
     if not set(codon) <= set(_MEANS):
-        raise ConfigError(f"codon {codon!r} has letters that are none of DNA or RNA")
+        raise ConfigError(f"A codon must have DNA or RNA letters, got {codon!r}.")
     table = get_code(code)
     spelt = ("".join(each) for each in product(*(_MEANS[letter] for letter in codon)))
     meanings = frozenset(table[_codon_index(each)] for each in spelt)

@@ -43,7 +43,9 @@ def get_code(number: int) -> str:
     """Return a code, or refuse a number that is none."""
     if number in CODES:
         return CODES[number]
-    why = "there is no such code"
+    why = "it does not exist"
     if number in BY_CONTEXT:
-        why = "codons of it are amino acids or stops by what stands around them"
-    raise ConfigError(f"genetic code {number}: {why}; write one of {', '.join(map(str, CODES))}")
+        why = "some of its codons are amino acids or stops depending on context"
+    raise ConfigError(
+        f"The genetic code must be one of {', '.join(map(str, CODES))}, got {number}: {why}."
+    )

@@ -69,8 +69,8 @@ def token_labels(
     starts, ends = spans
     if len(ends) and int(ends.max()) > len(labels):
         raise ConfigError(
-            f"tokens reach to letter {int(ends.max())}, and there are {len(labels)} labels; give a "
-            "label for each letter"
+            f"labels must be one per letter; the tokens reach letter {int(ends.max())}, got "
+            f"{len(labels)} labels."
         )
     laid = np.full(len(starts), IGNORE, dtype=np.int64)
     real = ends > starts
@@ -102,7 +102,9 @@ def base_values(values: NDArray[Any], spans: Spans, length: int) -> NDArray[Any]
     values, starts, ends = values[real], starts[real], ends[real]
     if not len(starts):
         if length:
-            raise ConfigError(f"there are no tokens with letters, and {length} letters want values")
+            raise ConfigError(
+                f"There are no tokens with letters, but {length} letters need values."
+            )
         return values
     middles = starts + ends - 1  # in halves of a letter
     borders = (middles[:-1] + middles[1:]) / 2
@@ -122,9 +124,8 @@ def letter_labels(record: Record, column: str, classes: Sequence[str]) -> Ids:
     if items is None or len(items) != len(record.sequence):
         count = "no list" if items is None else f"{len(items)}"
         raise ConfigError(
-            f"{record.location}: {column} has {count} labels for {len(record.sequence)} letters; "
-            "give "
-            "one for each letter"
+            f"{record.location}: {column} must have one label for each of {len(record.sequence)} "
+            f"letters, got {count}."
         )
     if all(isinstance(item, str) for item in items):
         # A genome has millions of letters, and few classes.
@@ -147,7 +148,7 @@ def number_label(record: Record, column: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise ConfigError(
-            f"{record.location}: {column} is {shortened(repr(value))}, no finite number"
+            f"{record.location}: {column} must be a finite number, got {shortened(repr(value))}."
         )
     return number
 
@@ -162,8 +163,8 @@ def _lay(labels: Ids, part: Part, number: int, *, circular: bool, what: str) -> 
     start, end = part.start, part.end
     if start < 0 or start >= length or (end > length and (not circular or end - start > length)):
         raise ConfigError(
-            f"{what} at {start + 1} to {end} lies beyond its {length} letters; give the sequence "
-            "that the features are of, or say that it is circular"
+            f"{what} at {start + 1} to {end} is outside its {length} letters. Give the sequence "
+            "that the features belong to, or mark it as circular."
         )
     labels[start : min(end, length)] = number
     labels[: max(end - length, 0)] = number
@@ -172,8 +173,8 @@ def _lay(labels: Ids, part: Part, number: int, *, circular: bool, what: str) -> 
 def _field(record: Record, column: str) -> Any:
     if column not in record.fields:
         raise ConfigError(
-            f"{record.location} has no column {column}; it has "
-            f"{shortened(', '.join(record.fields) or 'none', 200)} beside its sequence"
+            f"{record.location} has no column {column}, got "
+            f"{shortened(', '.join(record.fields) or 'none', 200)} besides its sequence."
         )
     return record.fields[column]
 
@@ -190,6 +191,6 @@ def _class(value: Any, column: str, classes: Sequence[str], record: Record) -> i
     if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < len(classes):
         return number
     raise ConfigError(
-        f"{record.location}: {column} is {shortened(repr(value))}; classes are "
-        f"{shortened(', '.join(classes), 200)}, or their numbers from 0"
+        f"{record.location}: {column} must be one of {shortened(', '.join(classes), 200)}, or "
+        f"their numbers from 0, got {shortened(repr(value))}."
     )

@@ -22,7 +22,9 @@ class Window(NamedTuple):
 def reverse_complement(sequence: str, alphabet: Alphabet = DNA) -> str:
     """Return the other strand, read in its own direction; case and IUPAC's letters are kept."""
     if alphabet.complement is None:
-        raise ConfigError(f"{alphabet.name} has no other strand; leave reverse complements out")
+        raise ConfigError(
+            f"{alphabet.name} has no reverse complement. Leave reverse complements out."
+        )
     return sequence.translate(_opposite(alphabet))[::-1]
 
 
@@ -72,7 +74,9 @@ def sliding_windows(
     dropped.
     """
     if length < 1 or stride < 1:
-        raise ConfigError(f"windows of {length} letters every {stride}: both are at least 1")
+        raise ConfigError(
+            f"The window length and stride must be at least 1, got {length} and {stride}."
+        )
     start = 0
     while start + length <= len(sequence):
         yield Window(start, sequence[start : start + length])
@@ -103,7 +107,7 @@ def mutate(
     rates = {"substitutions": substitutions, "insertions": insertions, "deletions": deletions}
     for name, rate in rates.items():
         if not 0.0 <= rate <= 1.0:
-            raise ConfigError(f"{name}={rate}: a rate is from 0 to 1")
+            raise ConfigError(f"{name} must be between 0 and 1, got {rate}.")
     letters = np.frombuffer(alphabet.letters.encode(), dtype=np.uint8)
     own = np.frombuffer(sequence.encode("ascii", "replace"), dtype=np.uint8).copy()
     codes = np.full(256, -1)

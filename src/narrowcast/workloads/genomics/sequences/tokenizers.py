@@ -175,8 +175,8 @@ class Tokenizer(ABC):
         ids = np.asarray(ids, dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
             raise ConfigError(
-                f"ids from {ids.min()} to {ids.max()} are not of this tokenizer, which has "
-                f"{self.vocab_size} tokens; decode with the tokenizer that encoded them"
+                f"ids must be below the vocabulary size of {self.vocab_size}, got {ids.min()} to "
+                f"{ids.max()}. Decode with the tokenizer that encoded them."
             )
         return ids
 
@@ -215,13 +215,14 @@ class KmerTokenizer(Tokenizer):
         """Refuse lengths that make no tokens, or too many."""
         if self.k < 1 or not 0 <= self.overlap < self.k:
             raise ConfigError(
-                f"k={self.k} overlap={self.overlap}: k is at least 1, and overlap from 0 to k - 1"
+                f"k must be at least 1 and overlap between 0 and k - 1, got k={self.k} "
+                f"overlap={self.overlap}."
             )
         size = len(self.alphabet.letters) ** self.k
         if size > MOST_TOKENS:
             raise ConfigError(
-                f"k={self.k} makes {size:,} tokens of {self.alphabet.name}, and {MOST_TOKENS:,} "
-                "are the most; write a smaller k"
+                f"k={self.k} needs {size:,} tokens of {self.alphabet.name}, more than "
+                f"{MOST_TOKENS:,}. Write a smaller k."
             )
 
     @cached_property

@@ -69,9 +69,9 @@ class Reference:
                 contig = Contig(chrom=region["chrom"], first=start, sequence=record.sequence)
                 if contig.last != last:
                     raise ConfigError(
-                        f"{record.location} is named {shortened(record.name)}, which are "
-                        f"{last - start + 1} letters, and has {len(record.sequence)}; give its "
-                        "first position by `first`"
+                        f"{record.location} is named {shortened(record.name)}, which is "
+                        f"{last - start + 1} letters, but has {len(record.sequence)}. Pass its "
+                        "first position as `first`."
                     )
             contigs.append(contig)
         return Reference(path, tuple(contigs))
@@ -94,11 +94,11 @@ class Reference:
         pieces = [f"{each.chrom}:{each.first}-{each.last}" for each in named or self.contigs]
         raise ConfigError(
             f"{variant.location}: {shortened(variant.chrom)}:{variant.position} is not in "
-            f"{shown_path(self.file)}, which has {shortened(', '.join(pieces), 200)}; "
+            f"{shown_path(self.file)}, which has {shortened(', '.join(pieces), 200)}. "
             + (
-                "is it another assembly?"
+                "Check that both are of the same assembly."
                 if named
-                else "call chromosomes as the FASTA does (bcftools annotate --rename-chrs)"
+                else "Use the chromosome names of the FASTA (bcftools annotate --rename-chrs)."
             )
         )
 
@@ -116,8 +116,8 @@ def variant_pairs(
         longest = max(len(variant.reference), len(variant.alternative))
         if longest > length:
             raise ConfigError(
-                f"{variant.location}: an allele has {longest} letters, and windows have {length}; "
-                "write longer windows, or leave it out"
+                f"{variant.location}: an allele has {longest} letters, more than the window of "
+                f"{length}. Write longer windows, or remove the variant."
             )
         contig = reference.find_contig(variant)
         start = variant.position - contig.first
@@ -149,9 +149,9 @@ def _plain(chrom: str) -> str:
 def _check_symbols(variant: Variant) -> None:
     if not DNA.fits(variant.alternative) or not variant.alternative.isalpha():
         raise ConfigError(
-            f"{variant.location}: the alternative is {shortened(variant.alternative)!r}, which "
-            "spells "
-            "no sequence; leave such variants out (bcftools view -v snps,indels)"
+            f"{variant.location}: the alternative must be a sequence, got "
+            f"{shortened(variant.alternative)!r}. Remove such variants (bcftools view -v "
+            "snps,indels)."
         )
 
 
@@ -159,7 +159,6 @@ def _check_reference(variant: Variant, result: str, reference: Reference) -> Non
     if result != variant.reference:
         raise ConfigError(
             f"{variant.location}: the reference of {shortened(variant.chrom)}:{variant.position} "
-            "is "
-            f"{shortened(variant.reference)} there and {shortened(result)} in "
-            f"{shown_path(reference.file)}; is it another assembly, or counted from 0?"
+            f"is {shortened(variant.reference)}, but {shown_path(reference.file)} has "
+            f"{shortened(result)}. Check the assembly, and that positions count from 1."
         )

@@ -94,7 +94,7 @@ def test_a_file_that_is_cut_off_is_refused(circle, tmp_path, share):
     [
         ("join(55..60,1..9)", "join(x..60,1..9)", "Could not parse feature location"),
         ("60 bp", "61 bp", "Expected sequence length 61, found 60"),
-        ("acgttgcaac", "acgt!gcaac", r"record 1: letter 5 is '!'"),
+        ("acgttgcaac", "acgt!gcaac", r"record 1: letter 5 is not a protein letter, got '!'"),
     ],
 )
 def test_what_biopython_only_warns_of_is_refused(circle, old, new, message):
@@ -108,7 +108,7 @@ def test_what_biopython_only_warns_of_is_refused(circle, old, new, message):
 def test_a_record_without_letters_is_refused(circle):
     text = circle.read_text()
     circle.write_text(text[: text.index("ORIGIN")] + "CONTIG      join(AC1.1:1..60)\n//\n")
-    with pytest.raises(ConfigError, match="record 1 has no letters"):
+    with pytest.raises(ConfigError, match="record 1 has no sequence"):
         list(read_records(circle))
 
 

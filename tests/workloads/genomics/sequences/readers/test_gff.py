@@ -32,11 +32,20 @@ def test_gtf_has_its_own_attributes(write):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("chr1\tx\tgene\t1\t9\t.\t+\t.", "8 columns; a feature of GFF has 9"),
-        ("chr1\tx\tgene\t0\t9\t.\t+\t.\tID=a", "0 to 9; positions begin at 1"),
-        ("chr1\tx\tgene\t9\t1\t.\t+\t.\tID=a", "9 to 1; positions begin at 1, the smaller first"),
-        ("chr1\tx\tgene\tone\t9\t.\t+\t.\tID=a", "one to 9 is no pair of positions"),
-        ("chr1\tx\tgene\t1\t9\t.\t*\t.\tID=a", "strand '\\*' is none of"),
+        ("chr1\tx\tgene\t1\t9\t.\t+\t.", "a GFF feature must have 9 tab-separated columns, got 8"),
+        (
+            "chr1\tx\tgene\t0\t9\t.\t+\t.\tID=a",
+            "positions must begin at 1, the smaller first, got 0 to 9",
+        ),
+        (
+            "chr1\tx\tgene\t9\t1\t.\t+\t.\tID=a",
+            "positions must begin at 1, the smaller first, got 9 to 1",
+        ),
+        (
+            "chr1\tx\tgene\tone\t9\t.\t+\t.\tID=a",
+            "start and end must be whole numbers, got one and 9",
+        ),
+        ("chr1\tx\tgene\t1\t9\t.\t*\t.\tID=a", "strand must be one of"),
     ],
 )
 def test_what_is_wrong_is_said_with_file_record_and_line(write, line, message):

@@ -43,22 +43,22 @@ def test_other_columns_may_hold_the_sequence_its_name_and_more_sequences(write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seq,label\nAC,1\n", "record 1 has no column sequence; it has seq, label"),
-        ('{"sequence": "AC"}\n{"label": 1}\n', "record 2 has no column sequence; it has label"),
-        ("sequence,label\nAC,1\nAC\n", "record 2: 1 fields under 2 columns"),
-        ("sequence,label\nAC,1\nA!,1\n", "record 2: letter 2 is '!'"),
-        ("sequence,sequence\nAC,1\n", "sequence stands twice"),
+        ("seq,label\nAC,1\n", "record 1 has no column sequence, got seq, label"),
+        ('{"sequence": "AC"}\n{"label": 1}\n', "record 2 has no column sequence, got label"),
+        ("sequence,label\nAC,1\nAC\n", "record 2 must have 2 fields, got 1"),
+        ("sequence,label\nAC,1\nA!,1\n", "record 2: letter 2 is not a dna letter, got '!'"),
+        ("sequence,sequence\nAC,1\n", "column sequence occurs twice"),
         ("sequence,\nAC,1\n", "a column has no name"),
-        ("sequence;label\nAC;1\n", "parted by ';'"),
+        ("sequence;label\nAC;1\n", "';' as its separator"),
         ("sequence,label\n", "has no records"),
-        ('[{"sequence": 3}]', "record 1: sequence is 3, not a text"),
-        ('[{"sequence": "AC"}, 3]', "record 2 is no object"),
+        ('[{"sequence": 3}]', "record 1: sequence must be text, got 3"),
+        ('[{"sequence": "AC"}, 3]', "record 2 must be an object"),
         ('[{"sequence": "AC"', "is not JSON"),
         ('{"sequence": "AC"}\n{"sequ\n', "record 2 is not JSON"),
         ('sequence,label\nAC,"1\n', "record 1"),
         (b"sequence,label\nAC,\xff\n", "record 1 is not UTF-8"),
         (b"sequence,label\rAC,1\r", "new-line character"),
-        (b"a\0b,c\n", "is no text"),
+        (b"a\0b,c\n", "is not text"),
     ],
 )
 def test_what_is_wrong_is_said_with_file_and_record(write, text, message):
@@ -70,7 +70,7 @@ def test_what_is_wrong_is_said_with_file_and_record(write, text, message):
 def test_rows_without_sequences_and_the_columns_they_must_have(write):
     path = write("chrom,pos\n17,41276135\n")
     assert [row.values for row in read_table(path, ["pos"])] == [{"chrom": "17", "pos": "41276135"}]
-    with pytest.raises(ConfigError, match="record 1 has no column ref; it has chrom, pos"):
+    with pytest.raises(ConfigError, match="record 1 has no column ref, got chrom, pos"):
         list(read_table(path, ["chrom", "ref"]))
 
 

@@ -32,7 +32,7 @@ def test_alternatives_of_a_record_are_a_variant_each(write, packed):
 def test_records_without_an_alternative_are_counted(write):
     skipped = Skipped()
     list(read_variants(write(VCF), skipped=skipped))
-    assert skipped.note.startswith("1 records have no alternative (ALT is .)")
+    assert skipped.note.startswith("left out 1 records without an alternative (ALT is .)")
     assert skipped.first.endswith("record 2")
 
 
@@ -53,23 +53,32 @@ def test_tables_name_their_columns(write):
     path = write("chrom,pos_hg19,ref,alt,cadd\n17,41276135,T,G,6.0\n")
     (variant,) = read_variants(path, VariantColumns(position="pos_hg19"))
     assert (variant.chrom, variant.position, variant.fields) == ("17", 41276135, {"cadd": "6.0"})
-    with pytest.raises(ConfigError, match="record 1 has no column pos; it has chrom, pos_hg19"):
+    with pytest.raises(ConfigError, match="record 1 has no column pos, got chrom, pos_hg19"):
         list(read_variants(path))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (HEAD + NAMES + "\nchr1\t0\t.\tA\tG\t.\t.\t.\n", "record 1: POS is '0'"),
-        (HEAD + NAMES + "\nchr1\t2\t.\tA1\tG\t.\t.\t.\n", "record 1: REF is 'A1', no letters"),
-        (HEAD + NAMES + "\nchr1\t2\t.\tA\n", "record 1: 4 columns under 8 names"),
-        (HEAD + "chr1\t2\t.\tA\tG\t.\t.\t.\n", "no line of #CHROM"),
-        (HEAD + NAMES.replace("\t", " ") + "\n", "parted by tabs"),
+        (
+            HEAD + NAMES + "\nchr1\t0\t.\tA\tG\t.\t.\t.\n",
+            "record 1: POS must be a whole number from 1, got '0'",
+        ),
+        (
+            HEAD + NAMES + "\nchr1\t2\t.\tA1\tG\t.\t.\t.\n",
+            "record 1: REF must be letters, got 'A1'",
+        ),
+        (HEAD + NAMES + "\nchr1\t2\t.\tA\n", "record 1 must have 8 columns, got 4"),
+        (HEAD + "chr1\t2\t.\tA\tG\t.\t.\t.\n", "no #CHROM line"),
+        (HEAD + NAMES.replace("\t", " ") + "\n", "separated by tabs"),
         (HEAD + NAMES + "\n", "has no variants"),
         (HEAD + NAMES + "\n1\t2\t.\tA\t.\t.\t.\t.\n", "no variants: ALT is . in every record"),
         ("chrom,pos,ref,alt\n1,2,A,.\n", "no variants: alt is . in every record"),
-        ("chrom,pos,ref,alt\n1,41.0,A,G\n", "record 1: pos is '41.0'"),
-        ("chrom,pos,ref,alt\n1,41,A,\n", "record 1: alt has no letters"),
+        (
+            "chrom,pos,ref,alt\n1,41.0,A,G\n",
+            "record 1: pos must be a whole number from 1, got '41.0'",
+        ),
+        ("chrom,pos,ref,alt\n1,41,A,\n", "record 1: alt is empty"),
     ],
 )
 def test_what_is_wrong_is_said_with_file_and_record(write, text, message):

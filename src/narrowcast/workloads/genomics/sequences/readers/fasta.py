@@ -24,9 +24,7 @@ def fasta(file: BinaryIO, path: Path) -> Iterator[Raw]:
         if header is not None:
             yield _record(header, bytes(letters), record_location(path, number))
         elif letters.strip():
-            raise ConfigError(
-                f"{record_location(path, 1)}: there are letters before the first line of >"
-            )
+            raise ConfigError(f"{record_location(path, 1)}: the first line must begin with >.")
         header, letters, number = line[1:], bytearray(), number + 1
     if header is not None:
         yield _record(header, bytes(letters), record_location(path, number))
@@ -43,15 +41,17 @@ def fastq(file: BinaryIO, path: Path) -> Iterator[Raw]:
         location = record_location(path, number)
         if not line.startswith(b"@"):
             raise ConfigError(
-                f"{location} begins with {decode_text(line[:20].strip(), location)!r}, not with "
-                "@; the "
-                "record before it has more qualities than letters, or lines are missing"
+                f"{location} must begin with @, got "
+                f"{decode_text(line[:20].strip(), location)!r}. The record before it has more "
+                "qualities than letters, or lines are missing."
             )
         raw = _record(line[1:], b"", location)
         letters, plus = _until_plus(lines, location)
         repeated = plus[1:].strip()
         if repeated and repeated != line[1:].strip():
-            raise ConfigError(f"{location}: the line of + names another record; lines are missing")
+            raise ConfigError(
+                f"{location}: the + line has the name of another record, so lines are missing."
+            )
         quality = _quality(lines, len(letters), location)
         yield Raw(raw.name, letters, {**raw.fields, "quality": quality})
 
@@ -59,9 +59,7 @@ def fastq(file: BinaryIO, path: Path) -> Iterator[Raw]:
 def _record(header: bytes, letters: bytes, position: str) -> Raw:
     text = decode_text(header.strip(), position)
     if "\r" in text:
-        raise ConfigError(
-            f"{position}: lines end as on old Macs, with CR only; convert it (tr '\\r' '\\n')"
-        )
+        raise ConfigError(f"{position}: lines end with CR only. Convert the file (tr '\\r' '\\n').")
     name, *description = text.split(maxsplit=1) or [""]
     return Raw(name, letters, {"description": description[0]} if description else {})
 
@@ -72,7 +70,9 @@ def _until_plus(lines: Iterator[bytes], location: str) -> tuple[bytes, bytes]:
         if line.startswith(b"+"):
             return bytes(letters), line
         letters += line.translate(None, WHITESPACE)
-    raise ConfigError(f"{location} is cut off: it has no line of + and no qualities; copy it again")
+    raise ConfigError(
+        f"{location} is truncated: it has no + line and no qualities. Copy the file again."
+    )
 
 
 def _quality(lines: Iterator[bytes], length: int, location: str) -> str:
@@ -82,17 +82,16 @@ def _quality(lines: Iterator[bytes], length: int, location: str) -> str:
         line = next(lines, None)
         if line is None:
             raise ConfigError(
-                f"{location} is cut off: {len(quality)} qualities for {length} letters; copy it "
-                "again"
+                f"{location} is truncated: {len(quality)} qualities for {length} letters. Copy the "
+                "file again."
             )
         quality += line.strip(b"\r\n")
     if length == 0:
         next(lines, None)  # the blank line of qualities that an empty sequence has
     if len(quality) > length:
         raise ConfigError(
-            f"{location}: {len(quality)} qualities for {length} letters; there is one for each "
-            "letter"
+            f"{location} must have one quality per letter, got {len(quality)} for {length} letters."
         )
     if quality.translate(None, _QUALITIES):
-        raise ConfigError(f"{location}: a quality is no character from ! to ~")
+        raise ConfigError(f"{location}: qualities must be characters from ! to ~.")
     return quality.decode("ascii")

@@ -34,7 +34,8 @@ def opened(path: Path, location: Callable[[], str]) -> Iterator[Reader]:
             for magic, kind in _PACKED.items():
                 if head.startswith(magic):
                     raise ConfigError(
-                        f"{shown_path(path)} is packed by {kind}; unpack it, or pack it by gzip"
+                        f"{shown_path(path)} is compressed with {kind}, which is not supported. "
+                        "Decompress it, or compress it with gzip."
                     )
             if not head.startswith(b"\x1f\x8b"):
                 yield _after_mark(plain)
@@ -43,12 +44,12 @@ def opened(path: Path, location: Callable[[], str]) -> Iterator[Reader]:
                 yield _after_mark(io.BufferedReader(packed, HEAD_BYTES))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(
-            f"{location()} cannot be unpacked: {error}; the file is cut off or damaged, copy it "
-            "again"
+            f"{location()} cannot be decompressed: {error}. The file is truncated or damaged; copy "
+            "it again."
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"{shown_path(path)} cannot be read: {error.strerror or error}"
+            f"{shown_path(path)} cannot be read: {error.strerror or error}."
         ) from error
 
 
@@ -64,5 +65,5 @@ def decode_text(content: bytes, position: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{position} is not UTF-8 text ({error.reason}); convert it (iconv -f latin1 -t utf-8)"
+            f"{position} is not UTF-8 text ({error.reason}). Convert it (iconv -f latin1 -t utf-8)."
         ) from error

@@ -38,8 +38,8 @@ def _next(parsed: Iterator[Any], location: str) -> Any:
             entry = next(parsed, None)
         except _DAMAGED as error:
             raise ConfigError(
-                f"{location} cannot be read as GenBank: {_line(error)}; is the file cut "
-                "off? copy it again"
+                f"{location} cannot be read as GenBank: {_line(error)}. The file may be truncated; "
+                "copy it again."
             ) from error
     for warning in said:
         # Other programs lay out the first line in their own way, and nothing is lost by that.
@@ -48,7 +48,7 @@ def _next(parsed: Iterator[Any], location: str) -> Any:
             issubclass(warning.category, BiopythonParserWarning)
             and "locus line" not in text.lower()
         ):
-            raise ConfigError(f"{location}: {text}; is the file cut off? copy it again")
+            raise ConfigError(f"{location}: {text}. The file may be truncated; copy it again.")
     return entry
 
 
@@ -67,9 +67,8 @@ def _raw(entry: Any, position: str) -> Raw:
         letters = bytes(entry.seq)
     except UndefinedSequenceError as error:
         raise ConfigError(
-            f"{position} has no letters, only where they are to be found (CONTIG); download it "
-            "with "
-            "its sequence (GenBank full)"
+            f"{position} has no sequence, only a reference to it (CONTIG). Download it with its "
+            "sequence (GenBank full)."
         ) from error
     said = entry.annotations
     fields = {

@@ -36,26 +36,30 @@ def read_features(path: Path) -> Iterator[Feature]:
         for record in read_records(path, format="genbank"):
             yield from record.features
     elif not number:
-        raise ConfigError(f"{shown_path(path)} has no features; give a file that has some")
+        raise ConfigError(f"{shown_path(path)} has no features. Give a file with features.")
 
 
 def _feature(line: str, position: str) -> Feature:
     columns = line.split("\t")
     if len(columns) != COLUMNS:
         raise ConfigError(
-            f"{position}: {len(columns)} columns; a feature of GFF has {COLUMNS}, parted by tabs"
+            f"{position}: a GFF feature must have {COLUMNS} tab-separated columns, got "
+            f"{len(columns)}."
         )
     record, _, kind, start, end, _, strand, _, attributes = columns
     if not (start.isascii() and start.isdigit() and end.isascii() and end.isdigit()):
         raise ConfigError(
-            f"{position}: {shortened(start)} to {shortened(end)} is no pair of positions"
+            f"{position}: start and end must be whole numbers, got {shortened(start)} and "
+            f"{shortened(end)}."
         )
     first, last = int(start), int(end)
     if not 1 <= first <= last:
-        raise ConfigError(f"{position}: {first} to {last}; positions begin at 1, the smaller first")
+        raise ConfigError(
+            f"{position}: positions must begin at 1, the smaller first, got {first} to {last}."
+        )
     if strand not in _STRANDS:
         raise ConfigError(
-            f"{position}: strand {shortened(strand)!r} is none of {' '.join(_STRANDS)}"
+            f"{position}: strand must be one of {' '.join(_STRANDS)}, got {shortened(strand)!r}."
         )
     return Feature(
         kind=unquote(kind),

@@ -58,12 +58,12 @@ def read_records(
                 if record.name in seen:
                     raise ConfigError(
                         f"{record.location} has the name of an earlier record, got "
-                        f"{shortened(record.name)!r}. Rename one of them, e.g. with `seqkit rename`"
+                        f"{shortened(record.name)!r}. Rename one of them (seqkit rename)."
                     )
                 seen.add(record.name)
             yield record
     if not keeper.number:
-        raise ConfigError(f"{shown_path(path)} has no records; give a file that has some")
+        raise ConfigError(f"{shown_path(path)} has no records. Give a file with records.")
 
 
 def _detect_format(head: bytes, path: Path) -> Format:
@@ -75,8 +75,8 @@ def _detect_format(head: bytes, path: Path) -> Format:
     for signs, (reader, setting) in _WITHOUT_SEQUENCES.items():
         if beginning.startswith(signs):
             raise ConfigError(
-                f"{shown_path(path)} has {reader} and no sequences; give the FASTA that they lie "
-                f"on{setting}"
+                f"{shown_path(path)} has {reader} but no sequences. Give the FASTA they refer "
+                f"to{setting}."
             )
     return table_format(head, path)
 
@@ -101,9 +101,7 @@ def _raw(
         case "genbank":
             return genbank(file, path)
     formats = "auto, fasta, fastq, genbank, csv, tsv, json, jsonl"
-    raise ConfigError(
-        f"format={kind!r} is none that sequences are read from; write one of {formats}"
-    )
+    raise ConfigError(f"format must be one of {formats}, got {kind!r}.")
 
 
 def _of_table(
@@ -121,9 +119,8 @@ def _of_table(
         for column in sequences:
             if not isinstance(values[column], str):
                 raise ConfigError(
-                    f"{record_location(path, number)}: {column} is "
-                    f"{shortened(repr(values[column]))}, not "
-                    "a text of letters"
+                    f"{record_location(path, number)}: {column} must be text, got "
+                    f"{shortened(repr(values[column]))}."
                 )
         fields = {key: value for key, value in values.items() if key != own}
         # What is not ASCII is no letter of any alphabet, and is refused as one.
@@ -187,11 +184,10 @@ class _Keeper:
             )
         result = guess_alphabet(letters) if suspect else alphabet
         if result is not alphabet and result.fits(letters):
-            why = "was asked for" if self._is_requested else "is what the records before it are"
+            why = "was requested" if self._is_requested else "is the alphabet of earlier records"
             raise ConfigError(
-                f"{position} reads as {result.name}, and {alphabet.name} {why}; give each "
-                "alphabet a "
-                "file of its own, or name the alphabet"
+                f"{position} reads as {result.name}, but {alphabet.name} {why}. Put each alphabet "
+                "into its own file, or write data.alphabet."
             )
 
 

@@ -45,7 +45,7 @@ def read_table(
             number = row.number
             yield row
     if not number:
-        raise ConfigError(f"{shown_path(path)} has no rows; give a table that has some")
+        raise ConfigError(f"{shown_path(path)} has no rows. Give a table with rows.")
 
 
 def table_format(head: bytes, path: Path) -> TableFormat:
@@ -57,10 +57,10 @@ def table_format(head: bytes, path: Path) -> TableFormat:
         return "jsonl"
     names = beginning.partition(b"\n")[0]
     if b"\0" in head:
-        raise ConfigError(f"{shown_path(path)} is no text; write a table as UTF-8")
+        raise ConfigError(f"{shown_path(path)} is not text. Save the table as UTF-8.")
     if b";" in names and b"," not in names and b"\t" not in names:
         raise ConfigError(
-            f"{shown_path(path)}: its columns seem to be parted by ';'; save it with commas or tabs"
+            f"{shown_path(path)} seems to use ';' as its separator. Save it with commas or tabs."
         )
     return "tsv" if b"\t" in names else "csv"
 
@@ -84,8 +84,8 @@ def read_rows(
         missing = [column for column in columns if column not in values]
         if missing:
             raise ConfigError(
-                f"{record_location(path, number)} has no column {missing[0]}; it has "
-                f"{shortened(', '.join(values), 200)}; "
+                f"{record_location(path, number)} has no column {missing[0]}, got "
+                f"{shortened(', '.join(values), 200)}. "
                 f"{_instead(missing[0], values, settings.get(missing[0]))}"
             )
         yield Row({key: _stripped(value) for key, value in values.items()}, number)
@@ -94,12 +94,12 @@ def read_rows(
 def _instead(column: str, values: Mapping[str, Any], setting: str | None) -> str:
     """Return what to write where a column is missing; `setting` is the one that chooses it."""
     if setting == "sequence" and {"ref", "alt"} <= set(values):
-        return "variants need the FASTA that they lie on: data.reference, or --reference"
+        return "Variants need their FASTA: write data.reference, or --reference."
     if setting == "name":
-        return "name the one that holds names with --name"
+        return "Name the column with --name."
     if setting is not None:
-        return f"name the one that holds it with data.{setting}, or --{setting} of a command"
-    return f"call the one that holds it {column}"
+        return f"Name the column with data.{setting}, or --{setting} of a command."
+    return f"Rename the column to {column}."
 
 
 def _stripped(value: Any) -> Any:
@@ -121,8 +121,8 @@ def _json(file: BinaryIO, path: Path) -> Iterator[Mapping[str, Any]]:
     where = shown_path(path)
     if len(content) > most:
         raise ConfigError(
-            f"{where} has more than {most} bytes, and JSON is parsed as a whole, in memory; write "
-            "it as JSON lines, an object a line"
+            f"{where} is larger than {most} bytes, and JSON is parsed in memory. Write it as JSON "
+            "lines, one object per line."
         )
     for number, item in enumerate(_parsed(decode_text(content, where), where), 1):
         yield _object(item, record_location(path, number))
@@ -132,18 +132,18 @@ def _parsed(text: str, position: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ConfigError(f"{position} is nested too deep for a row") from error
+        raise ConfigError(f"{position} is nested too deeply for a row.") from error
     except ValueError as error:
         raise ConfigError(
-            f"{position} is not JSON: {error}; JSON lines have an object a line, JSON a list of "
-            "them"
+            f"{position} is not JSON: {error}. JSON lines have one object per line, JSON a list of "
+            "objects."
         ) from error
 
 
 def _object(value: Any, location: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(
-            f'{location} is no object; write a row as {{"sequence": ..., "label": ...}}'
+            f'{location} must be an object. Write a row as {{"sequence": ..., "label": ...}}.'
         )
     return value
 
@@ -163,21 +163,22 @@ def _separated(file: BinaryIO, path: Path, sign: str) -> Iterator[Mapping[str, A
                 number += 1
                 if len(fields) != len(names):
                     raise ConfigError(
-                        f"{record_location(path, number)}: {len(fields)} fields under {len(names)} "
-                        'columns; quote what has separators or line breaks in it, as "..."'
+                        f"{record_location(path, number)} must have {len(names)} fields, got "
+                        f"{len(fields)}. Quote fields that contain separators or line breaks, as "
+                        '"...".'
                     )
                 yield dict(zip(names, fields, strict=True))
     except csv.Error as error:
-        raise ConfigError(f"{record_location(path, number + 1)}: {error}") from error
+        raise ConfigError(f"{record_location(path, number + 1)}: {error}.") from error
 
 
 def _header(fields: Sequence[str], path: Path) -> Sequence[str]:
     names = [name.strip() for name in fields]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not all(names):
-        wrong = f"{shortened(twice[0])} stands twice" if twice else "a column has no name"
-        index = " (of pandas, write to_csv(…, index=False))" if not names[0] else ""
+        wrong = f"column {shortened(twice[0])} occurs twice" if twice else "a column has no name"
+        index = " (with pandas, write to_csv(…, index=False))" if not names[0] else ""
         raise ConfigError(
-            f"{shown_path(path)}: {wrong}; the first line of a table names columns{index}"
+            f"{shown_path(path)}: {wrong}. The first line of a table must name its columns{index}."
         )
     return names

@@ -77,8 +77,8 @@ class Skipped:
         if not self.records:
             return ""
         return (
-            f"{self.records:,} records have no alternative (ALT is .) and are left out; the first "
-            f"is {self.first}"
+            f"left out {self.records:,} records without an alternative (ALT is .); the first is "
+            f"{self.first}"
         )
 
 
@@ -98,8 +98,8 @@ def read_variants(
     with opened(path, lambda: record_location(path, number + 1)) as file:
         if file.peek(HEAD_BYTES).lstrip().startswith(b">"):
             raise ConfigError(
-                f"{shown_path(path)} has sequences and no variants; give a VCF, or a table with "
-                f"{', '.join(columns)}; without a reference, sequences are read as they are"
+                f"{shown_path(path)} has sequences but no variants. Give a VCF, or a table with "
+                f"{', '.join(columns)}. To read sequences, leave the reference out."
             )
         listed = file.peek(HEAD_BYTES).lstrip().startswith(b"##fileformat=VCF")
         per_allele: dict[str, str] = {}
@@ -109,7 +109,7 @@ def read_variants(
                 variants += 1
                 yield variant
     if listed and not number:
-        raise ConfigError(f"{shown_path(path)} has no variants; give a file that has some")
+        raise ConfigError(f"{shown_path(path)} has no variants. Give a file with variants.")
     for row in () if listed else read_table(path, columns, {columns.position: "position"}):
         for variant in _variants(row.values, columns, path, row.number, _NOTHING, without):
             variants += 1
@@ -117,7 +117,7 @@ def read_variants(
     if not variants:
         raise ConfigError(
             f"{shown_path(path)} has no variants: {(_OF_VCF if listed else columns).alternative} "
-            "is . in every record. Give a file that has some"
+            "is . in every record. Give a file with variants."
         )
 
 
@@ -138,17 +138,18 @@ def _records(
             names = [columns[0][1:], *columns[1:]]
             if tuple(names[: len(_FIXED)]) != _FIXED:
                 raise ConfigError(
-                    f"{shown_path(path)}: the line of #CHROM has {shortened(', '.join(names))}; "
-                    f"VCF has {', '.join(_FIXED)}, parted by tabs"
+                    f"{shown_path(path)}: the #CHROM line must have {', '.join(_FIXED)}, separated "
+                    f"by tabs, got {shortened(', '.join(names))}."
                 )
             continue
         number += 1
         if not names:
             raise ConfigError(
-                f"{location}: there is no line of #CHROM before it, which names columns"
+                f"{location}: there is no #CHROM line before it. Add the line that names the "
+                "columns."
             )
         if len(columns) != len(names):
-            raise ConfigError(f"{location}: {len(columns)} columns under {len(names)} names")
+            raise ConfigError(f"{location} must have {len(names)} columns, got {len(columns)}.")
         values = dict(zip(names, columns, strict=True))
         yield {**values, "INFO": _info(values["INFO"])}, number
 
@@ -184,13 +185,12 @@ def _variants(
     position, reference = str(values[columns.position]), str(values[columns.reference]).upper()
     if not (position.isascii() and position.isdigit() and int(position) > 0):
         raise ConfigError(
-            f"{location}: {columns.position} is {shortened(position)!r}; positions are whole "
-            "numbers "
-            "from 1"
+            f"{location}: {columns.position} must be a whole number from 1, got "
+            f"{shortened(position)!r}."
         )
     if not reference.isalpha():
         raise ConfigError(
-            f"{location}: {columns.reference} is {shortened(reference)!r}, no letters"
+            f"{location}: {columns.reference} must be letters, got {shortened(reference)!r}."
         )
     fields = {key: value for key, value in values.items() if key not in columns}
     alternatives = str(values[columns.alternative]).split(",")
@@ -199,7 +199,9 @@ def _variants(
             without.add(location)
             continue
         if not alternative:
-            raise ConfigError(f"{location}: {columns.alternative} has no letters; write . for none")
+            raise ConfigError(
+                f"{location}: {columns.alternative} is empty. Write . for no alternative."
+            )
         yield Variant(
             chrom=str(values[columns.chrom]),
             position=int(position),
