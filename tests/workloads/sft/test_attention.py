@@ -145,7 +145,7 @@ def test_layers_that_carry_on_over_a_border_are_refused():
 
 
 def test_a_model_of_another_library_is_refused():
-    with pytest.raises(UnsupportedError, match="Linear is no model of transformers"):
+    with pytest.raises(UnsupportedError, match="needs a transformers model, got Linear"):
         separate_conversations(torch.nn.Linear(2, 2))
 
 

@@ -137,26 +137,32 @@ def test_help_says_what_it_does_without_torch():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["build", "tiny", "missing.txt"], "missing.txt cannot be read"),
-        (["build", "./nowhere", "missing.jsonl"], "missing.jsonl cannot be read"),
-        (["build", "tiny", "{empty}"], "has 0 tokens; give a text of two or more"),
+        (["build", "tiny", "missing.txt"], "missing.txt does not exist"),
+        (["build", "./nowhere", "missing.jsonl"], "missing.jsonl does not exist"),
+        (["build", "tiny", "{empty}"], "must have at least two tokens, got 0"),
         (["build", "tiny", "{text}", "{rows}"], "not both"),
-        (["build", "tiny", "{text}", "--layers", "0:9"], "name layer 8 of a model with 4"),
-        (["build", "tiny", "{text}", "--top-k", "5", "--zscore", "2"], "keep one"),
-        (["build", "tiny", "{text}", "--two-sided"], "--two-sided is for --zscore"),
+        (["build", "tiny", "{text}", "--layers", "0:9"], "has layer 8, but the model has 4 layers"),
+        (["build", "tiny", "{text}", "--top-k", "5", "--zscore", "2"], "Keep one"),
+        (["build", "tiny", "{text}", "--two-sided"], "--two-sided needs --zscore"),
         (["build", "tiny", "{text}", "--percentile", "100"], "less than 100"),
         (["build", "tiny", "{text}", "--clip-activations", "1"], "a percentile above 50"),
         (["build", "tiny", "{text}", "--skip-first", "600"], "more than skip_first=600 tokens"),
-        (["build", "tiny", "{text}", "--max-length", "999999"], "was made for"),
+        (["build", "tiny", "{text}", "--max-length", "999999"], "--max-length must be at most 512"),
         (["build", "tiny", "{text}", "-o", "nowhere/n.json"], "there is no folder nowhere"),
         (["build", "tiny", "{text}", "--device", "abacus"], "--device abacus"),
-        (["build", "./nowhere", "{text}"], "no such folder"),
+        (["build", "./nowhere", "{text}"], "does not exist"),
         (["show", "{text}"], "not JSON"),
-        (["ablate", "tiny", "{text}", "--networks", "{other}"], "2 layers, and this model has 4"),
-        (["ablate", "tiny", "{text}", "--networks", "{n}", "--components", "7"], "no component 7"),
+        (["ablate", "tiny", "{text}", "--networks", "{other}"], "2 layers, but this model has 4"),
+        (
+            ["ablate", "tiny", "{text}", "--networks", "{n}", "--components", "7"],
+            "component must be one of 0 to 2, got 7",
+        ),
         (["ablate", "tiny", "{text}", "--networks", "{n}", "--components", "x"], "such as 0,2"),
-        (["ablate", "tiny", "{text}", "--networks", "{n}", "--samples", "1"], "say nothing"),
-        (["ablate", "tiny", "{text}", "--networks", "{n}", "--share", "2"], "up to 1"),
+        (
+            ["ablate", "tiny", "{text}", "--networks", "{n}", "--samples", "1"],
+            "needs more documents",
+        ),
+        (["ablate", "tiny", "{text}", "--networks", "{n}", "--share", "2"], "at most 1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(shelf, ica, tmp_path, monkeypatch, words, said):
@@ -204,5 +210,5 @@ def test_a_folder_of_llama2c_is_named_as_such(shelf, ica, tmp_path, command):
     verb, *options = (word.format(n=shelf / "n.json") for word in command)
     code, _, err = ica(verb, tmp_path, shelf / "text.txt", *options, *FEW)
     assert code == 3
-    assert "holds a model of llama2.c" in err
+    assert "is a llama2.c model" in err
     assert "save_pretrained" in err

@@ -196,7 +196,7 @@ def test_adapters_learn_the_same_when_blocks_are_computed_again(llama, rows, tmp
 
 def test_an_adapter_for_a_layer_that_is_not_there_is_refused(llama, rows):
     target = "lora.lora_target_modules=[q_proj,kproj]"
-    with pytest.raises(ConfigError, match="no layer is called kproj; the linear layers are called"):
+    with pytest.raises(ConfigError, match="must name linear layers, got kproj"):
         task_of(llama, rows, "model.tune=lora", target)
 
 
@@ -204,7 +204,7 @@ def test_a_conversation_longer_than_the_context_is_refused(llama, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "a" * 300, "completion": "b"}) + "\n")
     longer = ("data.max_seq_length=4096", "data.validation_split=0")
-    with pytest.raises(ConfigError, match=r"made for 128; write data\.max_seq_length=128"):
+    with pytest.raises(ConfigError, match=r"got one with 322. Write data\.max_seq_length=128"):
         task_of(llama, path, *longer)
 
 
@@ -214,14 +214,14 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(llama, rows):
     before = (llama / "tokenizer.json").read_text()
     tokenizer.save_pretrained(llama)
     try:
-        with pytest.raises(ConfigError, match="the model knows 260; give the tokenizer"):
+        with pytest.raises(ConfigError, match="but the model has 260"):
             task_of(llama, rows)
     finally:
         (llama / "tokenizer.json").write_text(before)
 
 
 def test_frozen_weights_of_a_format_are_refused_where_all_are_trained(llama, rows):
-    with pytest.raises(ConfigError, match="base_dtype is for frozen weights"):
+    with pytest.raises(ConfigError, match="is for frozen weights"):
         load_recipe("sft/tiny", words(llama, rows, "model.base_dtype=bf16"))
 
 
@@ -249,7 +249,7 @@ def test_a_base_in_e4m3_is_merged_as_it_was_trained_beside(family, rows, tmp_pat
 def test_a_base_of_bitsandbytes_is_not_merged(llama, rows):
     asked = (*LORA, "model.base_dtype=nf4", "lora.merge_adapter_with_base=true")
     recipe = load_recipe("sft/tiny", words(llama, rows, *asked)).recipe
-    with pytest.raises(ConfigError, match=r"again; write lora\.merge_adapter_with_base=false"):
+    with pytest.raises(ConfigError, match=r"again. Write lora\.merge_adapter_with_base=false"):
         check_merge(recipe.section(SftModel), recipe.section(LoraSection))
 
 
@@ -317,7 +317,7 @@ def test_the_terminal_shows_what_the_search_for_networks_found(llama, rows, tmp_
     layout = networks.layout
     total = len(layout.layers) * layout.width
     assert f"networks of component 0: {networks.size(0):,} of {total:,} channels" in shown
-    assert "solutions still moved by" in shown
+    assert "solutions had not converged" in shown
     assert all(finding in shown for finding in networks.provenance.findings)
 
 
@@ -341,13 +341,13 @@ def test_a_run_goes_on_bit_for_bit(word, llama, rows, tmp_path):
 
 @pytest.mark.parametrize("base", ["bf16", "e4m3", "int8", "nf4", "fp4"])
 def test_weights_that_are_trained_are_not_kept_in_fewer_bits(base, llama, rows):
-    with pytest.raises(ConfigError, match=f"for frozen weights.*got {base}; leave base_dtype out"):
+    with pytest.raises(ConfigError, match=f"base_dtype={base} is for frozen weights"):
         load_recipe("sft/tiny", words(llama, rows, f"model.base_dtype={base}"))
 
 
 def test_a_tied_head_is_not_merged_into_the_embedding(rows):
     asked = ("model.tune=lora", "lora.lora_target_modules=[lm_head,q_proj]")
-    with pytest.raises(ConfigError, match="lm_head shares its weight with model"):
+    with pytest.raises(ConfigError, match="embed_tokens, whose weight is tied to lm_head"):
         task_of("tiny", rows, *asked, "lora.merge_adapter_with_base=true")
 
 
@@ -371,7 +371,7 @@ def test_a_model_that_looks_ahead_is_refused(rows, tmp_path):
     config = BertConfig(**shape, intermediate_size=16, vocab_size=260)
     lively(BertForMaskedLM(config)).save_pretrained(tmp_path / "bert")
     tiny_tokenizer().save_pretrained(tmp_path / "bert")
-    with pytest.raises(UnsupportedError, match="lets a token see those that come after it"):
+    with pytest.raises(UnsupportedError, match="is not causal"):
         task_of(tmp_path / "bert", rows)
 
 
@@ -382,7 +382,7 @@ def test_packed_rows_that_a_model_cannot_keep_apart_are_refused(attention, rows,
     lively(OPTForCausalLM(config)).save_pretrained(tmp_path / "opt")
     tiny_tokenizer().save_pretrained(tmp_path / "opt")
     asked = ("data.packing=true", f"model.attn_implementation={attention}")
-    with pytest.raises(UnsupportedError, match="conversations of a row see one another"):
+    with pytest.raises(UnsupportedError, match="conversations in one row attend to each other"):
         task_of(tmp_path / "opt", rows, *asked)
 
 

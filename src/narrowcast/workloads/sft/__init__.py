@@ -1,4 +1,4 @@
-"""Fine-tuning of language models, with functional networks found by independent components."""
+"""Fine-tuning of language models, and functional networks found by ICA."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from narrowcast.config.workload import Command, Workload
 
 WORKLOAD = Workload(
     name="sft",
-    about="fine-tunes Hugging Face language models, whole or with adapters",
+    about="fine-tunes Hugging Face language models, fully or with LoRA",
     sections="narrowcast.workloads.sft.settings:SECTIONS",
     task="narrowcast.workloads.sft.task:build_task",
     report="narrowcast.workloads.sft.report:sections",

@@ -56,8 +56,8 @@ def separate_conversations(model: nn.Module) -> None:
         inner = model.get_base_model()
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedError(
-            f"packing=true: {type(inner).__name__} is no model of transformers, so its attention "
-            "cannot be told where conversations end; write data.packing=false"
+            f"data.packing=true needs a transformers model, got {type(inner).__name__}. Write "
+            "data.packing=false."
         )
     _check_attention(inner)
     AttentionInterface.register(NAME, attention)
@@ -71,17 +71,17 @@ def _check_attention(model: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or LAYERS)
     why = ""
     if not kinds.issubset(LAYERS):
-        why = f"layers of {name} ({', '.join(sorted(kinds))}) would carry one conversation on"
+        why = f"{name} has layers ({', '.join(sorted(kinds))}) that carry state between tokens"
     elif not model._can_set_attn_implementation():
-        why = f"{name} has an attention of its own, which cannot be told where conversations end"
+        why = f"{name} has a custom attention, which does not take conversation bounds"
     elif getattr(config, "attn_logit_softcapping", None) is not None:
-        why = f"{name} caps the scores of its attention, which is not there for packed rows"
+        why = f"{name} uses attention logit softcapping, which packed rows do not support"
     elif any(key.endswith(".sinks") for key, _ in model.named_parameters()):
-        why = f"{name} has sinks in its attention, which are not there for packed rows"
+        why = f"{name} uses attention sinks, which packed rows do not support"
     if why:
         raise UnsupportedError(
-            f"data.packing=true: {why}; write data.packing=false, or try "
-            "model.attn_implementation=eager, with which transformers keeps some apart itself"
+            f"data.packing=true is not supported: {why}. Write data.packing=false, or try "
+            "model.attn_implementation=eager, which separates conversations for some models."
         )
 
 
@@ -105,8 +105,8 @@ def attention(
     unknown = [name for name in ("softcap", "s_aux") if more.get(name) is not None]
     if unknown:
         raise UnsupportedError(
-            f"packing=true: {type(module).__name__} asks for {unknown[0]} in its attention, which "
-            "is not there for packed rows; write data.packing=false"
+            f"data.packing=true is not supported for {type(module).__name__}: its attention needs "
+            f"{unknown[0]}, which packed rows do not provide. Write data.packing=false."
         )
     bounds = attention_mask[:, 0]
     if torch.is_autocast_enabled(query.device.type):

@@ -157,9 +157,9 @@ def _check_tokens(name: str, tokenizer: Any, config: Any) -> None:
     """Refuse a tokenizer with tokens that the model has no embedding for."""
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
-            f"model.path={name}: its tokenizer has {len(tokenizer):,} tokens and the model knows "
-            f"{config.vocab_size:,}; give the tokenizer that belongs to the model, or resize its "
-            "embeddings (resize_token_embeddings of transformers) and save it"
+            f"The tokenizer of model.path={name} has {len(tokenizer):,} tokens, but the model has "
+            f"{config.vocab_size:,}. Use the tokenizer of this model, or resize the embeddings "
+            "(resize_token_embeddings of transformers) and save the model."
         )
 
 
@@ -169,8 +169,9 @@ def _check_row_lengths(data: PreparedData, context: int | None) -> None:
     longest = max(int(part.rows.lengths.max(initial=0)) for part in parts)
     if context is not None and longest > context:
         raise ConfigError(
-            f"a conversation has {longest:,} tokens, and the model was made for {context:,}; write "
-            f"data.max_seq_length={context}, and data.too_long says what becomes of longer ones"
+            f"Conversations must fit into the model's {context:,} tokens, got one with "
+            f"{longest:,}. Write data.max_seq_length={context}; data.too_long sets what happens to "
+            "longer ones."
         )
 
 

@@ -65,9 +65,8 @@ class Calling:
             after[:, -1] = (after[:, -1] + 1) % vocabulary
             if _differ(before[:, :-1], self._logits(model, after, places)[:, :-1], tolerance):
                 raise UnsupportedError(
-                    f"{type(model).__name__} lets a token see those that come after it, so that "
-                    "there is nothing to predict; give a causal language model (of BERT and its "
-                    "kin, one with is_decoder=true)"
+                    f"{type(model).__name__} is not causal: a token attends to later tokens. Give "
+                    "a causal language model (for BERT-like models, set is_decoder=true)."
                 )
             if not self.packing:
                 return
@@ -75,9 +74,9 @@ class Calling:
             other[:, :_HALF] = (other[:, :_HALF] + 1) % vocabulary
             if _differ(before[:, _HALF:], self._logits(model, other, places)[:, _HALF:], tolerance):
                 raise UnsupportedError(
-                    f"data.packing=true: {type(model).__name__}, as it is called here, lets the "
-                    "conversations of a row see one another; write data.packing=false, or another "
-                    "model.attn_implementation"
+                    f"data.packing=true is not supported for {type(model).__name__}: conversations "
+                    "in one row attend to each other. Write data.packing=false, or another "
+                    "model.attn_implementation."
                 )
 
     def _logits(self, model: Any, ids: Tensor, places: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`narrowcast ica`: functional networks of a language model found, shown, and put to the test."""
+"""`narrowcast ica`: find, show and test functional networks of a language model."""
 
 import sys
 import time
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from narrowcast.workloads.sft.ica.study.documents import Documents
 
 LINE_SECONDS = 2.0
-"""Between two lines that say how far a command is, where there is no terminal."""
+"""Between progress lines if stderr is not a terminal."""
 CONTEXT = 512
-"""Tokens of a document, unless the model takes fewer."""
+"""Tokens per document, unless the model's context is shorter."""
 DTYPES = click.Choice(["float32", "float16", "bfloat16"])
 
 
@@ -41,13 +41,13 @@ _SHARED = (
         type=click.IntRange(1),
         default=100,
         show_default=True,
-        help="Documents to draw: windows of a text, or rows.",
+        help="Number of documents: windows of a text, or rows.",
     ),
-    click.option("--tokens", type=click.IntRange(2), help="Tokens at most, of all of them."),
+    click.option("--tokens", type=click.IntRange(2), help="Maximum tokens of all documents."),
     click.option(
         "--max-length",
         type=click.IntRange(2),
-        help=f"Tokens of a document at most.  [default: {CONTEXT}, or what the model takes]",
+        help=f"Maximum tokens per document.  [default: {CONTEXT}, or the model's context]",
     ),
     click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True),
     click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, …"),
@@ -56,13 +56,13 @@ _SHARED = (
         type=DTYPES,
         default="float32",
         show_default=True,
-        help="What the model computes in.",
+        help="Dtype of the model.",
     ),
 )
 
 
 def _shared(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say which documents, and where a model runs."""
+    """Add the options for documents and device."""
     for option in reversed(_SHARED):
         command = option(command)
     return command
@@ -73,17 +73,17 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
 @_DATA
 @click.option("-o", "--output", default="networks.json", show_default=True, help="File to write.")
 @click.option("--components", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--percentile", type=float, help="Channels at or above it.  [default: 98]")
-@click.option("--zscore", type=float, help="Instead: so many deviations above the mean.")
-@click.option("--two-sided", is_flag=True, help="With --zscore: also as far below it.")
-@click.option("--top-k", type=int, help="Instead: so many channels of each component.")
+@click.option("--percentile", type=float, help="Select channels at or above it.  [default: 98]")
+@click.option("--zscore", type=float, help="Instead: standard deviations above the mean.")
+@click.option("--two-sided", is_flag=True, help="With --zscore: also as far below the mean.")
+@click.option("--top-k", type=int, help="Instead: number of channels per component.")
 @click.option("--layers", help="Such as 0,3,7 or 0:4,9:.  [default: all]")
 @click.option(
     "--dtype",
     type=click.Choice(["none", "auto", "float32", "float16", "bfloat16"]),
     default="none",
     show_default=True,
-    help="What signals are stored in (ica_dtype).",
+    help="Dtype in which signals are stored.",
 )
 @click.option(
     "--site",
@@ -104,22 +104,25 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
     type=click.IntRange(0),
     default=SKIP_FIRST,
     show_default=True,
-    help="First tokens of each document to leave out: attention sinks.",
+    help="Tokens to skip at the start of each document (attention sinks).",
 )
 @click.option(
     "--clip-activations",
     type=float,
-    help="Clip channels to between their percentiles 100 - p and p, such as 99.  [default: none]",
+    help="Clip channels to their percentiles 100 - p and p, such as 99.  [default: none]",
 )
 @click.option(
-    "--standardise/--no-standardise", default=True, show_default=True, help="Channels alike loud."
+    "--standardise/--no-standardise",
+    default=True,
+    show_default=True,
+    help="Scale every channel to variance 1.",
 )
 @_shared
 def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> None:
-    """Find networks of MODEL on DATA, texts or rows, and write them to a file.
+    """Find the functional networks of MODEL on DATA and write them to a file.
 
-    MODEL is a folder, a .gguf file, a name on the Hugging Face Hub, or tiny. DATA are .txt files,
-    or .json, .jsonl, .csv and .parquet files of conversations, plain or .gz.
+    MODEL is a folder, a .gguf file, a name on the Hugging Face Hub, or tiny. DATA is .txt files, or
+    .json, .jsonl, .csv and .parquet files of conversations, plain or .gz.
     """
     target = output_path(output)
     selector = make_selector(options)  # before anything that takes long
@@ -144,7 +147,7 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
     loaded, drawn = _loaded(
         model, data, options, check=lambda d: parse_layers(options["layers"], d)
     )
-    meter = _Meter("listening", len(drawn.documents))
+    meter = _Meter("reading documents:", len(drawn.documents))
     networks = functional_networks(
         loaded,
         _CountedBatches(model_inputs(drawn.documents), meter),
@@ -163,7 +166,7 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
 
 @ica.command()
 @click.argument("file")
-@click.option("--html", help="Write a page with the networks drawn.")
+@click.option("--html", help="Write an HTML page with charts of the networks.")
 def show(file: str, html: str | None) -> None:
     """Show the networks in FILE."""
     from narrowcast.workloads.sft.ica.networks_file import load_networks
@@ -183,29 +186,37 @@ def show(file: str, html: str | None) -> None:
 @ica.command()
 @_MODEL
 @_DATA
-@click.option("--networks", "file", required=True, help="File of `narrowcast ica build`.")
-@click.option("-o", "--output", help="File to write what was measured to, as JSON.")
-@click.option("--components", help="Such as 0,2.  [default: all]")
+@click.option("--networks", "file", required=True, help="File written by `narrowcast ica build`.")
+@click.option("-o", "--output", help="JSON file to write the results to.")
+@click.option("--components", help="Components to test, such as 0,2.  [default: all]")
 @click.option(
     "--random",
     "masks",
     type=click.IntRange(1),
     default=39,
     show_default=True,
-    help="Random masks: 39 for all networks together, times the networks tested one by one.",
+    help="Random masks; testing N networks one by one needs about 40 x N.",
 )
-@click.option("--share", type=float, default=0.15, show_default=True, help="Of larger random ones.")
-@click.option("--each/--no-each", default=True, show_default=True, help="Also one by one.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
-@click.option("--html", help="Write a page with bars and intervals.")
+@click.option(
+    "--share",
+    type=float,
+    default=0.15,
+    show_default=True,
+    help="Share of channels in the larger random masks.",
+)
+@click.option(
+    "--each/--no-each", default=True, show_default=True, help="Also test networks one by one."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
+@click.option("--html", help="Write an HTML page with charts of the results.")
 @_shared
 def ablate(
     model: str, data: tuple[str, ...], file: str, output: str | None, html: str | None, **more: Any
 ) -> None:
-    """Say whether networks of MODEL matter more than random channels, with an interval.
+    """Test whether networks of MODEL matter more than random channels.
 
-    The loss of the next token on DATA, with networks silenced, beside that with random channels,
-    as many in each layer, and with a larger share at random; and with networks kept alone.
+    Measures the next-token loss on DATA with networks silenced, with as many random channels per
+    layer silenced, with a larger random share silenced, and with only the networks kept.
     """
     places = {name: output_path(each) for name, each in (("json", output), ("html", html)) if each}
     from narrowcast.runs import strict_json
@@ -218,10 +229,10 @@ def ablate(
 
     networks = load_networks(expand_path(file))
     chosen = numbers_in(more["components"])
-    networks.channels(chosen)  # refuses components that do not exist
+    networks.channels(chosen)  # raises for components that do not exist
     loaded, drawn = _loaded(model, data, more)
     check_fit(networks, loaded)
-    meter = _Meter("measuring", 0)
+    meter = _Meter("measuring:", 0)
     ablation = measure(
         loaded,
         drawn.documents,
@@ -249,7 +260,7 @@ def ablate(
 
 @final
 class _Meter:
-    """Says on stderr how far something is: on one line of a terminal, now and then elsewhere."""
+    """Progress on stderr: one line on a terminal, a line every few seconds elsewhere."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._said = what, total, time.monotonic()
@@ -257,7 +268,7 @@ class _Meter:
         self._drawn = False
 
     def at(self, done: int, total: int | None = None) -> None:
-        """Say that so much is done."""
+        """Show progress."""
         now = time.monotonic()
         if now - self._said < (0.2 if self._live else LINE_SECONDS):
             return
@@ -273,7 +284,7 @@ class _Meter:
 
 @final
 class _CountedBatches:
-    """Batches that say how many of them have been taken; they may be gone through again."""
+    """Batches that report progress and can be iterated again."""
 
     def __init__(self, batches: Sequence[Any], meter: _Meter) -> None:
         self._batches, self._meter = batches, meter
@@ -291,7 +302,7 @@ def _loaded(
     *,
     check: Callable[[int], object] = lambda depth: None,
 ) -> "tuple[Any, Documents]":
-    """Load a model and draw documents; refuse what does not fit before anything takes long."""
+    """Load a model and draw documents; cheap checks come first."""
     import torch
 
     from narrowcast.workloads.sft.ica.blocks import find_blocks
@@ -310,7 +321,8 @@ def _loaded(
     context, length = context_length(shape), options["max_length"]
     if context is not None and length is not None and length > context:
         raise ConfigError(
-            f"--max-length {length}: {model} was made for {context} tokens; write {context} or less"
+            f"--max-length must be at most {context}, the context length of {model}, got {length}. "
+            f"Write {context} or less."
         )
     drawn = draw_documents(
         data,
@@ -321,12 +333,15 @@ def _loaded(
         seed=options["seed"],
     )
     if not drawn.documents:
-        raise ConfigError(f"--tokens {options['tokens']} leaves nothing of the data; write more")
+        raise ConfigError(
+            f"--tokens {options['tokens']} leaves no documents. Write a larger number."
+        )
     check_tokens(drawn.documents, shape)
     for note in drawn.notes:
         click.echo(note, err=True)
     click.echo(
-        f"{len(drawn.documents)} documents of {drawn.available}, {drawn.tokens:,} tokens", err=True
+        f"using {len(drawn.documents)} of {drawn.available} documents, {drawn.tokens:,} tokens",
+        err=True,
     )
     dtype = getattr(torch, options["model_dtype"])
     return load_model(model, dtype=dtype, device=device_named(options["device"])).eval(), drawn

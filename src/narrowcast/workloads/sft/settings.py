@@ -1,4 +1,4 @@
-"""The sections of a recipe that fine-tunes a language model; names are those of its source."""
+"""Recipe sections for fine-tuning; setting names follow FunctionalNetworksSFT."""
 
 from typing import Annotated, Literal, Self
 
@@ -11,7 +11,7 @@ from narrowcast.workloads.sft.ica.settings import IcaSection
 from narrowcast.workloads.sft.judge.settings import EvalTasksSection
 
 TINY = "tiny"
-"""The model that needs no file: a small Llama, made from the seed."""
+"""A small Llama that needs no file, initialised from the seed."""
 LARGEST_RANK = 2**16
 LARGEST_ALPHA = 1e6
 MOST_NAMES = 1000
@@ -22,12 +22,12 @@ Names = Annotated[tuple[Name, ...], Field(min_length=1, max_length=MOST_NAMES)]
 
 
 class SftModel(Section):
-    """Which language model is fine-tuned, and how much of it."""
+    """The language model to fine-tune, and which weights are trained."""
 
     path: Name = Field(
-        description="a folder of a Hugging Face causal language model, a .gguf file, or its name "
-        f"on the Hugging Face Hub, as owner/name; or {TINY} (a small Llama without training, for "
-        "a first run)"
+        description="folder of a Hugging Face causal language model, a .gguf file, or a model name "
+        f"on the Hugging Face Hub, as owner/name; or {TINY} (a small untrained Llama, for a first "
+        "run)"
     )
     eos_token: Name | None = Field(
         default=None,
@@ -35,75 +35,76 @@ class SftModel(Section):
         "becomes the eos token of the saved tokenizer; none: the tokenizer's own",
     )
     tune: Literal["lora", "full"] = Field(
-        default="lora", description="what is trained: adapters beside frozen weights, or all of it"
+        default="lora",
+        description="train adapters on a frozen base (lora) or all weights (full)",
     )
     base_dtype: BaseFormat = Field(
         default="auto",
-        description="what frozen weights are kept in; auto: as the model's folder has them, and "
-        "fp32 where products of 16 bits are emulated; e4m3: a byte each and a scale for each row; "
-        "int8, nf4, fp4: by bitsandbytes",
+        description="format of the frozen base weights; auto: that of the model's files, or fp32 "
+        "where 16-bit matmuls are emulated; e4m3: one byte per weight and one scale per row; int8, "
+        "nf4, fp4: quantized by bitsandbytes",
     )
     base_products: Literal["auto", "fp8", "wide"] = Field(
         default="auto",
-        description="how weights of base=e4m3 are multiplied; auto: as the policy says, and the "
-        "plan tells",
+        description="matmuls with base_dtype=e4m3: in fp8, or wide (dequantized first); auto: as "
+        "the policy says; the plan shows which",
     )
     attn_implementation: Literal["auto", "eager", "sdpa"] = Field(
-        default="auto", description="how attention is computed; auto: the fastest here"
+        default="auto", description="attention implementation; auto: the fastest on this machine"
     )
     gradient_checkpointing: bool = Field(
-        default=False, description="compute activations again in the backward pass: less memory"
+        default=False, description="recompute activations in the backward pass to save memory"
     )
     trust_remote_code: bool = Field(
-        default=False, description="run Python code that comes with the model"
+        default=False, description="run the Python code in the model's repository"
     )
     save_dtype: SavedFormat = Field(
         default="auto",
-        description="what the model is saved in at the end; auto: as the model's folder has it",
+        description="format of the saved model; auto: that of the model's files",
     )
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
-        """Refuse a format of frozen weights where none are, and how to multiply others."""
+        """Check that base settings apply to the chosen way of training."""
         if self.base_products != "auto" and self.base_dtype != "e4m3":
-            text = "it needs base_dtype=e4m3; set that too, or leave base_products out"
+            text = "needs base_dtype=e4m3; set that too, or leave base_products out"
             check_conflicts([(("base_products", "base_dtype"), text)])
         if self.tune == "full" and self.base_dtype not in ("auto", "fp32"):
             text = (
-                "base_dtype is for frozen weights and tune=full trains them all, got "
-                f"{self.base_dtype}; leave base_dtype out, and set precision.policy"
+                f"base_dtype={self.base_dtype} is for frozen weights, but tune=full trains all "
+                "weights; leave base_dtype out and set precision.policy"
             )
             check_conflicts([(("base_dtype", "tune"), text)])
         return self
 
 
 class LoraSection(Section):
-    """Adapters of low rank, by peft, where model.tune=lora."""
+    """LoRA adapters (peft), used with model.tune=lora."""
 
-    lora_r: int = Field(default=16, ge=1, le=LARGEST_RANK, description="rank of an adapter")
+    lora_r: int = Field(default=16, ge=1, le=LARGEST_RANK, description="rank of each adapter")
     lora_alpha: float = Field(
         default=32,
         gt=0,
         le=LARGEST_ALPHA,
-        description="an adapter's output is multiplied by this over its rank",
+        description="adapter outputs are scaled by lora_alpha / lora_r",
     )
     lora_dropout: float = Field(
-        default=0.1, ge=0, lt=1, description="share of an adapter's inputs left out in training"
+        default=0.1, ge=0, lt=1, description="dropout on adapter inputs during training"
     )
     lora_target_modules: Name | Names | None = Field(
         default=None,
-        description="names of the layers that get one; none: every linear layer but the head",
+        description="layers that get an adapter; none: every linear layer except the LM head",
     )
     lora_bias: Literal["none", "all", "lora_only"] = Field(
-        default="none", description="biases that are trained as well"
+        default="none", description="biases to train as well"
     )
     merge_adapter_with_base: bool = Field(
-        default=False, description="write the model with its adapters merged, too, at the end"
+        default=False, description="also save the model with its adapters merged"
     )
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names given; nothing where all linear layers are meant."""
+        """Target names as a tuple, empty for all linear layers."""
         inputs = self.lora_target_modules or ()
         return (inputs,) if isinstance(inputs, str) else inputs
 

@@ -75,15 +75,18 @@ def test_content_in_parts_is_joined():
 
 USER = {"role": "user", "content": "Q"}
 BAD = [
-    ({"messages": []}, "line 1: its messages are no list of some"),
-    ({"messages": ["Q"]}, "line 1, message 1 is no object"),
-    ({"messages": [{"role": "king", "content": "Q"}]}, "message 1 is by 'king'; write role"),
-    ({"messages": [USER, {"role": "system", "content": "S"}]}, "system message after the first"),
-    ({"messages": [{**USER, "tool_calls": [{}]}]}, "message 1 calls a tool"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content is no text"),
-    ({"messages": [{"role": "user", "content": 3}]}, "content is a int, not a text"),
-    ({"question": "Q", "answer": ["A"]}, "line 1: answer is a list, not a text"),
-    ({"a": "Q", "b": "A"}, "line 1 has the columns a, b, which are no known format; write data.c"),
+    ({"messages": []}, "line 1: messages must be a list with"),
+    ({"messages": ["Q"]}, "line 1, message 1 must be an object"),
+    ({"messages": [{"role": "king", "content": "Q"}]}, "message 1 must have role .* got 'king'"),
+    ({"messages": [USER, {"role": "system", "content": "S"}]}, "system message must be the first"),
+    ({"messages": [{**USER, "tool_calls": [{}]}]}, "message 1 has a tool call"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "part of the content must be text",
+    ),
+    ({"messages": [{"role": "user", "content": 3}]}, "content must be text, got int"),
+    ({"question": "Q", "answer": ["A"]}, "line 1: answer must be text, got list"),
+    ({"a": "Q", "b": "A"}, "line 1 has no known format, got the columns a, b. Write data.c"),
 ]
 
 
@@ -95,7 +98,7 @@ def test_what_is_no_conversation_is_refused_with_its_row(row, said):
 
 def test_the_first_row_of_another_format_is_named():
     rows = [{"question": "Q", "answer": "A"}] * 2 + [{"prompt": "Q", "completion": "A"}]
-    with pytest.raises(ConfigError, match=r"line 3 reads as prompt\+completion, and the rows bef"):
+    with pytest.raises(ConfigError, match=r"line 3 reads as prompt\+completion, but the rows bef"):
         turns(*rows)
 
 
@@ -107,7 +110,7 @@ def test_a_row_that_would_lose_its_context_is_of_another_format():
 
 
 def test_a_format_that_is_asked_for_needs_its_columns():
-    with pytest.raises(ConfigError, match="line 1 has no column answer; it has question, text"):
+    with pytest.raises(ConfigError, match="line 1 has no column answer, got question, text"):
         turns({"question": "Q", "text": "T"}, choice="question+answer")
 
 
@@ -118,7 +121,7 @@ def test_columns_can_be_named():
 
 
 def test_a_column_that_is_not_there_is_refused_even_if_it_could_be_left_out():
-    with pytest.raises(ConfigError, match=r"line 1 has no column more; it has q, a"):
+    with pytest.raises(ConfigError, match=r"line 1 has no column more, got q, a"):
         turns({"q": "Q", "a": "A"}, instruction="q", response="a", context="more")
 
 
@@ -132,7 +135,7 @@ def test_names_are_guessed_at_only_where_that_is_asked_for():
 
 
 def test_a_guess_between_two_is_refused():
-    with pytest.raises(ConfigError, match=r"answer_1, answer_2 look like a response; write data.c"):
+    with pytest.raises(ConfigError, match=r"answer_1, answer_2 look like a response, among"):
         turns({"query": "Q", "answer_1": "A", "answer_2": "B"}, choice="infer")
 
 
@@ -140,5 +143,5 @@ def test_a_guess_between_two_is_refused():
 def test_a_table_with_other_signs_than_commas_is_told_so(sign, tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text(f"prompt{sign}completion\na{sign}b\n")
-    with pytest.raises(ConfigError, match=r"one column, .* is read with commas; save it with"):
+    with pytest.raises(ConfigError, match=r"one column, .* as its separator. Save the .csv with"):
         prepare_data(SftData(path=str(path)), tiny_tokenizer(), seed=0)

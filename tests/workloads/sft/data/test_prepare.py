@@ -54,12 +54,12 @@ def test_files_of_different_formats_go_together(write, settings, tokenizer, tmp_
 
 
 EMPTY = [
-    ({"question": "Q", "answer": " "}, "its response is empty"),
-    ({"question": "Q", "answer": None}, "its response is empty"),
+    ({"question": "Q", "answer": " "}, "the response is empty"),
+    ({"question": "Q", "answer": None}, "the response is empty"),
 ]
 CHATS = [
-    ([("user", "Q")], "nobody answers in it"),
-    ([("user", "Q"), ("assistant", "A"), ("user", "Q")], "nobody answers its last turn"),
+    ([("user", "Q")], "there is no assistant message"),
+    ([("user", "Q"), ("assistant", "A"), ("user", "Q")], "the last turn is not from the assistant"),
     ([("user", "Q"), ("assistant", ""), ("user", "Q"), ("assistant", "A")], "response is empty"),
 ]
 EMPTY += [
@@ -75,17 +75,17 @@ def test_a_row_without_an_answer_is_refused_by_line_or_dropped_and_counted(
     good = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}
     rows = [ROWS[0] if "answer" in row else good, row]
     path = write(rows)
-    with pytest.raises(ConfigError, match=rf"rows.jsonl, line 2: .*{said}; mend the row, or write"):
+    with pytest.raises(ConfigError, match=rf"rows.jsonl, line 2: .*{said}. Fix the row, or write"):
         prepare_data(settings(path, validation_split=0.0), chat_tokenizer, seed=0)
     dropping = settings(path, validation_split=0.0, empty_response="drop")
     report = prepare_data(dropping, chat_tokenizer, seed=0).report
-    assert report.dropped == {"no response to learn": 1}
-    assert "1 rows dropped: no response to learn" in report.lines()
+    assert report.dropped == {"no response": 1}
+    assert "1 rows dropped: no response" in report.lines()
 
 
 def test_half_a_character_is_refused_with_its_line(write, settings, tokenizer):
     path = write([*ROWS[:2], {"question": "\ud800", "answer": "A"}])
-    with pytest.raises(ConfigError, match=r"rows.jsonl, line 3: half a character"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl, line 3: .* lone surrogate"):
         prepare_data(settings(path), tokenizer, seed=0)
 
 
@@ -97,13 +97,13 @@ def test_limits_in_characters_drop_rows_and_say_so(write, settings, tokenizer):
     ]
     given = settings(write(rows), response_max_length=59, instruction_max_length=49)
     assert prepare_data(given, tokenizer, seed=0).report.dropped == {
-        "an instruction longer than instruction_max_length": 1,
-        "a response longer than response_max_length": 1,
+        "instruction longer than instruction_max_length": 1,
+        "response longer than response_max_length": 1,
     }
 
 
 def test_data_of_which_nothing_is_left_is_refused(write, settings, tokenizer):
-    with pytest.raises(ConfigError, match=r"data.path: no row is left to use \(40: more tokens th"):
+    with pytest.raises(ConfigError, match=r"data.path: no rows are left \(40: more tokens th"):
         prepare_data(settings(write(ROWS), max_seq_length=4), tokenizer, seed=0)
 
 
@@ -189,7 +189,7 @@ def test_what_the_cache_tells_is_what_was_told(write, settings, tokenizer, tmp_p
     )
     first, again = (prepare_data(given, tokenizer, seed=0).report for _ in range(2))
     assert replace(again, cached=False) == first
-    assert (first.dropped, first.with_signs) == ({"no response to learn": 1}, 1)
+    assert (first.dropped, first.with_signs) == ({"no response": 1}, 1)
 
 
 def test_whatever_changes_the_tokens_is_kept_apart(write, settings, tokenizer, make_tokenizer):
@@ -219,7 +219,7 @@ def test_whatever_changes_the_tokens_is_kept_apart(write, settings, tokenizer, m
 def test_a_cache_folder_that_cannot_be_is_refused(write, settings, tokenizer):
     path = write(ROWS)
     given = settings(path, pretokenize=True, pretokenize_cache_dir=str(path))
-    with pytest.raises(ConfigError, match=r"pretokenize_cache_dir=.* cannot be made: "):
+    with pytest.raises(ConfigError, match=r"pretokenize_cache_dir=.* cannot be created: "):
         prepare_data(given, tokenizer, seed=0)
 
 

@@ -42,21 +42,24 @@ def test_a_parquet_file_is_read_or_what_reads_it_is_named(tmp_path):
 
 BAD = {
     "a.jsonl": ('{"a": 1}\n{"a": \n', "a.jsonl, line 2 is not JSON"),
-    "b.jsonl": ('{"a": 1}\n\n[1]\n', "b.jsonl, line 3 is a list; write a row as"),
-    "c.jsonl": ('{"a": NaN}\n', "c.jsonl, line 1 is not JSON: NaN is no JSON number"),
+    "b.jsonl": (
+        '{"a": 1}\n\n[1]\n',
+        "b.jsonl, line 3 must be an object, got a list",
+    ),
+    "c.jsonl": ('{"a": NaN}\n', "c.jsonl, line 1 is not JSON: NaN is not a JSON number"),
     "d.jsonl": ("[" * 100_000, "d.jsonl, line 1 is nested too deep"),
     "e.jsonl": ("", "e.jsonl has no rows"),
     "f.jsonl": ("\n \n", "f.jsonl has no rows"),
     "g.json": ("", "g.json has no rows"),
     "h.json": ("[]", "h.json has no rows"),
-    "i.json": ('{"rows": []}', "i.json is a JSON object; write a list of rows"),
-    "j.json": ('[{"a": 1}, 3]', "j.json, row 2 is a number"),
-    "k.csv": ("a,b\n1,2\n1,2,3\n", "k.csv, line 3: 3 fields under 2 columns"),
-    "l.csv": ("a,a\n1,2\n", "l.csv, line 1: a stands twice"),
+    "i.json": ('{"rows": []}', "i.json must be a list of rows, got a JSON object"),
+    "j.json": ('[{"a": 1}, 3]', "j.json, row 2 must be an object, got a number"),
+    "k.csv": ("a,b\n1,2\n1,2,3\n", "k.csv, line 3 must have 2 fields, got 3"),
+    "l.csv": ("a,a\n1,2\n", "l.csv, line 1: column a occurs twice"),
     "m.csv": ('a,b\n"1,2\n', "m.csv, line 2: unexpected end of data"),
     "n.csv": ("a,b\n", "n.csv has no rows"),
-    "o.txt": ("x", "write a file that ends in .json, .jsonl, .csv, .parquet"),
-    "p.jsonl.gz": ("x", "p.jsonl.gz is no whole .gz file"),
+    "o.txt": ("x", "The file must end in .json, .jsonl, .csv, .parquet"),
+    "p.jsonl.gz": ("x", "p.jsonl.gz is not a complete .gz file"),
     "q.jsonl": (b'{"a": 1}\n{"a": "\xff"}', "q.jsonl, line 2 is not UTF-8 text"),
     "r.csv": (b"a,b\n1,\xff\n", "r.csv, after line .* is not UTF-8 text"),
     "s.jsonl": ("9" * 5000, "s.jsonl, line 1 is not JSON"),
@@ -75,7 +78,7 @@ def test_a_bad_row_is_named_by_file_and_line(name, tmp_path):
 def test_a_file_that_was_cut_off_is_refused(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(ROWS[0]).encode() * 100)[:-20])
-    with pytest.raises(ConfigError, match=r"no whole .gz file"):
+    with pytest.raises(ConfigError, match=r"not a complete .gz file"):
         list(read_rows(path))
 
 

@@ -46,16 +46,16 @@ BAD = [
     ({"validation_split": 1.0}, "less than 1"),
     ({"validation_split": "0.1"}, "valid number"),
     ({"template_format": "vicuna"}, "'auto', 'chat', 'alpaca', 'chatml' or 'basic'"),
-    ({"instruction_template": "{instruction}"}, "write {instruction} once and, somewhere after"),
-    ({"instruction_template": "{response}{instruction}"}, "write {instruction} once and"),
+    ({"instruction_template": "{instruction}"}, "must contain {instruction} once and, after"),
+    ({"instruction_template": "{response}{instruction}"}, "must contain {instruction} once and"),
     ({"instruction_template": "{instruction} {response}"}, "write template_format=basic"),
     ({"columns": {"instruction": "q"}}, "name both columns"),
     ({"columns": {"context": "q"}}, "name both columns"),
     (
         {"columns": {"instruction": "q", "response": "a"}, "format": "infer"},
-        "columns say what format=infer would; leave one of them out",
+        "columns and format=infer both set the columns; leave one of them out",
     ),
-    ({"pretokenize_cache_dir": "x"}, "write pretokenize=true"),
+    ({"pretokenize_cache_dir": "x"}, "needs pretokenize=true"),
     ({"max_len": 3}, "Extra inputs"),
 ]
 
@@ -78,7 +78,7 @@ def test_a_recipe_and_words_of_the_command_line_set_them(tmp_path):
     assert data.validation_split == 0
     with pytest.raises(ConfigError, match=r"data.columns.*name both columns"):
         load_recipe(recipe, words[:1], sections=lambda name: sections)
-    with pytest.raises(ConfigError, match=r"data.pretokenize.*write pretokenize=true"):
+    with pytest.raises(ConfigError, match=r"data.pretokenize.*needs pretokenize=true"):
         load_recipe(recipe, ["data.pretokenize_cache_dir=x"], sections=lambda name: sections)
 
 

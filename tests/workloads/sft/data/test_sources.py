@@ -23,7 +23,7 @@ def test_paths_and_globs_are_taken_once_each_in_order(write, tmp_path):
     given = (str(tmp_path / "b.jsonl"), str(tmp_path / "*.jsonl"))
     found = find_sources(SftData(path=given))
     assert names(found.train) == ["b.jsonl", "a.jsonl", "c.jsonl"]
-    assert found.notes == (f"{tmp_path}/b.jsonl is named more than once, and read once",)
+    assert found.notes == (f"{tmp_path}/b.jsonl is listed more than once and read once",)
 
 
 @pytest.mark.parametrize("word", ["validation", "val", "dev", "valid"])
@@ -33,8 +33,8 @@ def test_a_file_whose_name_says_so_is_validated_on_and_test_is_left_alone(word, 
     found = find_sources(SftData(path=str(tmp_path / "*")))
     assert names(found.train) == ["devices.jsonl", "train.jsonl"]
     assert names(found.validation) == [f"my_{word}.jsonl.gz"]
-    assert "validated on" in found.notes[0]
-    assert "test.jsonl is left alone" in found.notes[1]
+    assert "used for validation" in found.notes[0]
+    assert "test.jsonl is not used" in found.notes[1]
     all_of_it = find_sources(SftData(path=str(tmp_path / "*"), use_existing_splits=False))
     assert len(all_of_it.train) == 4
 
@@ -70,7 +70,7 @@ def test_what_is_no_file_is_said_at_once(write, tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is there")
 def test_a_name_of_the_hub_says_what_to_install():
-    with pytest.raises(UnsupportedError, match=r"no such file, .* Hub needs datasets; write pip"):
+    with pytest.raises(UnsupportedError, match=r"is not a file; .* needs datasets; write pip"):
         find_sources(SftData(path="openai/gsm8k", dataset_config_name="main"))
 
 
@@ -105,15 +105,15 @@ def test_a_data_set_of_the_hub_is_loaded_with_its_configuration_and_splits(hub):
         (
             'raise ConnectionError("no net")',
             UnsupportedError,
-            "cannot be reached from here, and no",
+            "cannot be downloaded and is not",
         ),
-        ('raise FileNotFoundError("none")', ConfigError, "cannot be loaded: none; write a name"),
+        ('raise FileNotFoundError("none")', ConfigError, "cannot be loaded: none. Write the name"),
         (
             'raise ValueError("which config?")',
             ConfigError,
-            r"cannot be loaded: which config\?; wri",
+            r"cannot be loaded: which config",
         ),
-        ("return {}", ConfigError, "data set owner/name has no splits"),
+        ("return {}", ConfigError, "Dataset owner/name has no splits"),
     ],
 )
 def test_what_the_hub_cannot_give_is_said(hub, code, kind, said):

@@ -62,7 +62,7 @@ def test_every_response_of_several_ends(name, tokenizer):
 def test_templates_of_pairs_refuse_what_is_none(name, tokenizer):
     turns = (Turn("user", "a"), Turn("tool", "b"), Turn("assistant", "c"))
     with pytest.raises(
-        ConfigError, match=f"line 7: user, tool, assistant .*template_format={name}"
+        ConfigError, match=f"line 7: template_format={name} .*got user, tool, assistant"
     ):
         pieces(name, turns, tokenizer)
 
@@ -70,7 +70,7 @@ def test_templates_of_pairs_refuse_what_is_none(name, tokenizer):
 def test_auto_is_chat_where_the_tokenizer_has_a_template(tokenizer, chat_tokenizer):
     assert select_template("auto", tokenizer).name == "basic"
     assert select_template("auto", chat_tokenizer).name == "chat"
-    with pytest.raises(ConfigError, match="the tokenizer has no chat template; write data"):
+    with pytest.raises(ConfigError, match=r"the tokenizer has none. Write data"):
         select_template("chat", tokenizer)
 
 
@@ -149,9 +149,7 @@ FORGETS = (
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_row(make_tokenizer):
     tokenizer = make_tokenizer(template=FORGETS)
     assert learnt(pieces("chat", ASKED, tokenizer)) == ["A.<eos>"]
-    with pytest.raises(
-        ConfigError, match=r"line 7, turn 2: .*chat template writes this response in"
-    ):
+    with pytest.raises(ConfigError, match=r"line 7, turn 2: .*chat template renders this response"):
         pieces("chat", TWICE, tokenizer)
     whole = pieces("chat", TWICE, tokenizer, loss_on="all")
     assert whole == [("userQ?<eos>assistant<eos>userWhy?<eos>assistantSo.<eos>", True)]
@@ -185,7 +183,7 @@ def test_messages_that_a_template_strips_or_writes_as_json_are_not_left_out(make
 def test_a_template_that_fails_says_its_own_words(make_tokenizer):
     tokenizer = make_tokenizer(template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(
-        ConfigError, match=r"line 7: .*chat template fails: roles must alternate; me"
+        ConfigError, match=r"line 7: .*chat template fails: roles must alternate. Fix"
     ):
         pieces("chat", ASKED, tokenizer)
 
@@ -205,7 +203,7 @@ def test_a_template_that_writes_the_date_writes_the_same_tomorrow(make_tokenizer
 
 
 def test_a_tokenizer_without_an_end_is_refused(make_tokenizer):
-    with pytest.raises(ConfigError, match="no eos token, so that a model could not learn where"):
+    with pytest.raises(ConfigError, match="no eos token, so the model cannot learn where"):
         select_template("basic", make_tokenizer(eos_token=None))
 
 

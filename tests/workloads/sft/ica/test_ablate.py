@@ -198,9 +198,9 @@ def test_a_file_gives_the_ablation_back(make_model, documents, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "no JSON"),
-        ("[]", "no ablation"),
-        ('{"format": "narrowcast.ablation.1"}', "no whole ablation"),
+        ("{", "not JSON"),
+        ("[]", "not an ablation"),
+        ('{"format": "narrowcast.ablation.1"}', "not a complete ablation"),
         (None, "cannot be read"),
     ],
 )
@@ -225,9 +225,9 @@ def test_a_damaged_number_is_refused(make_model, documents, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"components": [2]}, "no component 2; there are 0, 1"),
+        ({"components": [2]}, "component must be one of 0, 1, got 2"),
         ({"random_masks": 0}, "random_masks must be a whole number of 1 or more"),
-        ({"share": 0.0}, "write one above 0"),
+        ({"share": 0.0}, "must be above 0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(make_model, documents, change, said):
@@ -236,11 +236,11 @@ def test_what_cannot_be_measured_is_refused(make_model, documents, change, said)
 
 
 def test_one_document_says_nothing_of_chance(make_model, documents):
-    with pytest.raises(ConfigError, match="1 documents say nothing of how much chance"):
+    with pytest.raises(ConfigError, match="needs more documents, got 1"):
         ablate(make_model("llama"), documents[:1], NETWORKS)
 
 
 def test_networks_of_another_model_are_refused(make_model, documents):
     other = FunctionalNetworks(networks={0: {0: (1,)}}, layout=Layout(layers=(0,), width=32))
-    with pytest.raises(ConfigError, match="have 32 channels a layer, and this model has 16"):
+    with pytest.raises(ConfigError, match="have 32 channels per layer, but this model has 16"):
         ablate(make_model("llama"), documents, other)

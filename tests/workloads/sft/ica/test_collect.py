@@ -47,7 +47,7 @@ def test_an_overflow_in_float16_is_answered_by_float32(noise):
     (finding,) = result.findings
     assert finding.kind == "overflow"
     assert "up to 7e+04, overflow float16, whose largest value is 6.55e+04" in finding.what
-    assert finding.answer == "they are stored in float32"
+    assert finding.answer == "Signals are stored in float32"
 
 
 def test_a_column_of_60000s_has_a_finite_mean_and_no_spread(noise):
@@ -82,7 +82,7 @@ def test_channels_far_from_zero_are_too_coarse_for_bfloat16(noise):
 def test_what_the_model_computes_wrong_is_its_own(noise, dtype, bad):
     noise[301, 5] = bad
     with pytest.raises(
-        ConfigError, match=r"not finite, the first in row 301, channel 5: the model"
+        ConfigError, match=r"not finite, the first in row 301, channel 5. The model"
     ):
         collected(noise, dtype)
 
@@ -109,5 +109,5 @@ def test_a_file_is_read_chunk_by_chunk(noise, tmp_path):
 def test_a_file_of_other_rows_is_refused(noise, tmp_path):
     path = tmp_path / "signals"
     noise.numpy().tofile(path)
-    with pytest.raises(ConfigError, match="not whole rows of 7 float32; say how many channels"):
+    with pytest.raises(ConfigError, match="not a whole number of rows of 7 float32"):
         list(FileSignals(path=path, channels=7))

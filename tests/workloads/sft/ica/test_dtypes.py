@@ -27,8 +27,8 @@ def test_an_unknown_one_is_float32_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         storage = storage_for("float8", torch.bfloat16)
     assert storage.dtype == torch.float32
-    assert "ica_dtype='float8' is none of auto, float32, float16, bfloat16" in caplog.text
-    assert storage.findings[0].answer == "float32 is used"
+    assert "ica_dtype must be auto, float32, float16, bfloat16, got 'float8'" in caplog.text
+    assert storage.findings[0].answer == "Using float32"
 
 
 def test_the_familiar_name_follows_the_rule():

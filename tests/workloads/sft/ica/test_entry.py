@@ -69,7 +69,7 @@ def test_networks_of_another_model_are_refused(make_model, many):
         make_model("gpt2"), many, ica=ICA_OF_FEW, site="down_input", selector=ZScore()
     )
     check_fit(networks, make_model("gpt2-lora"))
-    with pytest.raises(ConfigError, match="have 64 channels a layer, and this model has 40"):
+    with pytest.raises(ConfigError, match="have 64 channels per layer, but this model has 40"):
         check_fit(networks, make_model("llama"))
 
 
@@ -77,7 +77,7 @@ def test_some_layers(make_model, many):
     networks = functional_networks(make_model("gpt2"), many, ica=ICA_OF_FEW, layers="0,2:")
     assert networks.layout.layers == (0, 2)
     assert set(networks.channels()) <= {0, 2}
-    with pytest.raises(ConfigError, match="name layer 3 of a model with 3"):
+    with pytest.raises(ConfigError, match="has layer 3, but the model has 3 layers"):
         functional_networks(make_model("gpt2"), many, layers="3")
 
 
@@ -89,7 +89,9 @@ def test_layer_by_layer_every_network_is_in_one_layer(make_model, many):
     layers = [set(networks.networks[c]) for c in networks.components]
     assert all(layers[c] <= {c // 3} for c in range(9))
     assert networks.layout.width == 40
-    with pytest.raises(ConfigError, match="of down_input channels, and mlp_output is asked for"):
+    with pytest.raises(
+        ConfigError, match="have down_input channels, but site=mlp_output was requested"
+    ):
         networks.require_fit(depth=3, width=40, site="mlp_output")
 
 

@@ -27,20 +27,20 @@ def test_what_is_meant(spec, layers):
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        ("", "an empty layer spec"),
-        ("  ", "an empty layer spec"),
-        ("1,,2", "have nothing between commas"),
-        ("1,", "have nothing between commas"),
-        ("-1", "have a negative number"),
-        ("12", "name layer 12 of a model with 12; write numbers from 0 to 11"),
-        ("3:13", "name layer 12"),
-        ("4:4", "range 4:4 from 4 to before 4, which is empty"),
-        ("5:2", "which is empty"),
-        ("12:", "which is empty"),
-        ("one", "have 'one' between commas"),
-        ("1-3", "have '1-3'"),
-        ("0:4:2", "have '0:4:2'"),
-        ("²", "have '²'"),
+        ("", "layer spec is empty"),
+        ("  ", "layer spec is empty"),
+        ("1,,2", "separated by commas, got nothing"),
+        ("1,", "separated by commas, got nothing"),
+        ("-1", "got a negative number"),
+        ("12", "has layer 12, but the model has 12 layers. Write numbers from 0 to 11"),
+        ("3:13", "has layer 12"),
+        ("4:4", "has an empty range: 4:4 goes from 4 to before 4"),
+        ("5:2", "has an empty range"),
+        ("12:", "has an empty range"),
+        ("one", "separated by commas, got 'one'"),
+        ("1-3", "got '1-3'"),
+        ("0:4:2", "got '0:4:2'"),
+        ("²", "got '²'"),
     ],
 )
 def test_what_is_refused(spec, why):
@@ -59,5 +59,5 @@ def test_a_text_is_refused_with_advice_or_names_layers_of_the_model(spec, depth)
         layers, refusal = parse_layers(spec, depth), ""
     except ConfigError as error:
         layers, refusal = (), str(error)
-    assert bool(layers) != ("write numbers from 0 to" in refusal)
+    assert bool(layers) != ("Write numbers from 0 to" in refusal)
     assert set(layers) <= set(range(depth))

@@ -176,8 +176,8 @@ def test_a_copy_has_masks_of_its_own(make_model, batches):
 @pytest.mark.parametrize(
     ("channels", "why"),
     [
-        ({3: (0,)}, "layer 3 is not in this model, whose 3 layers have 16 mlp_output channels"),
-        ({0: (16,)}, "channel 16 of layer 0 is not in this model"),
+        ({3: (0,)}, "layer 3 is outside this model's 3 layers of 16 mlp_output channels"),
+        ({0: (16,)}, "channel 16 of layer 0 is outside this model"),
     ],
 )
 @pytest.mark.parametrize("do", ["lesion", "preserve"])

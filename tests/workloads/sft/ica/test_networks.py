@@ -83,29 +83,32 @@ def changed(**parts):
     [
         ("", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[]", "the file has list, and should have format, layout"),
-        ("{}", "the file has nothing"),
-        (changed(extra=1), "the file has extra, format"),
-        (changed(format="x"), "this version reads narrowcast"),
-        (changed(networks=[]), "networks is no object"),
-        (changed(networks={"-1": {}}), "networks has the key '-1'"),
-        (changed(networks={"01": {}}), "networks has the key '01'"),
-        (changed(networks={"²": {}}), "networks has the key '²'"),
-        (changed(networks={"0": {"0": [True]}}), r"networks.0.0 has True, no whole number"),
-        (changed(networks={"0": {"0": [1.0]}}), "no whole number"),
-        (changed(networks={"0": {"0": 1}}), "is no list of numbers"),
-        (changed(networks={"0": {"0": [8]}}), "list channels from 0 to 7"),
+        ("[]", "the file must have format, layout, .* got list"),
+        ("{}", "the file must have .* got nothing"),
+        (changed(extra=1), "got extra, format"),
+        (changed(format="x"), "format must be narrowcast"),
+        (changed(networks=[]), "networks must be an object"),
+        (changed(networks={"-1": {}}), "Keys of networks must be numbers from 0, got '-1'"),
+        (changed(networks={"01": {}}), "Keys of networks must be numbers from 0, got '01'"),
+        (changed(networks={"²": {}}), "Keys of networks must be numbers from 0, got '²'"),
+        (changed(networks={"0": {"0": [True]}}), r"networks.0.0 must have whole numbers, got True"),
+        (changed(networks={"0": {"0": [1.0]}}), "must have whole numbers"),
+        (changed(networks={"0": {"0": 1}}), "must be a list of numbers"),
+        (changed(networks={"0": {"0": [8]}}), "between 0 and 7"),
         (changed(networks={"0": {"0": [2, 1]}}), "ascending"),
-        (changed(networks={"0": {"0": [1, 1]}}), "once each"),
-        (changed(networks={"0": {"0": []}}), "leave out a layer without any"),
-        (changed(networks={"0": {"1": [1]}}), "has layer 1, and the layout has 0, 2, 3"),
-        (changed(layout={"layers": [0], "width": 8}), "layout has layers, width, and should"),
+        (changed(networks={"0": {"0": [1, 1]}}), "must be unique"),
+        (changed(networks={"0": {"0": []}}), "Leave out layers without"),
+        (changed(networks={"0": {"1": [1]}}), "has layer 1, but the layout has layers 0, 2, 3"),
+        (changed(layout={"layers": [0], "width": 8}), "layout must have .* got layers, width"),
         (
             changed(scores={"7": {"explained": 1, "negentropy": 1, "stability": 1}}),
-            "scores of comp",
+            "scores must be for existing comp",
         ),
-        (networks_to_json(TWO).replace('"scores": {}', '"scores": {"0": NaN}'), "NaN is no number"),
-        (networks_to_json(TWO).replace('"1": {', '"0": {', 1), "the key '0' stands twice"),
+        (
+            networks_to_json(TWO).replace('"scores": {}', '"scores": {"0": NaN}'),
+            "NaN is not a",
+        ),
+        (networks_to_json(TWO).replace('"1": {', '"0": {', 1), "The key '0' occurs twice"),
     ],
 )
 def test_what_is_not_understood_is_refused(text, why):
@@ -144,9 +147,9 @@ def test_channels_and_all_others_are_all_channels(networks):
 
 
 def test_a_component_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match="there is no component 5; there are 0, 1"):
+    with pytest.raises(ConfigError, match="component must be one of 0, 1, got 5"):
         TWO.channels([0, 5])
-    with pytest.raises(ConfigError, match="no components named; there are 0, 1"):
+    with pytest.raises(ConfigError, match="components is empty"):
         TWO.channels([])
 
 
@@ -169,9 +172,12 @@ def test_iou_is_symmetric_and_one_for_the_same(one, other):
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
-        ({"depth": 4, "width": 16}, "have 8 channels a layer, and this model has 16; build"),
-        ({"depth": 6, "width": 8}, "are of 4 layers, and this model has 6; build"),
-        ({"depth": 4, "width": 8, "site": "down_input"}, "of mlp_output channels, and down_input"),
+        ({"depth": 4, "width": 16}, "have 8 channels per layer, but this model has 16. Build"),
+        ({"depth": 6, "width": 8}, "are for 4 layers, but this model has 6. Build"),
+        (
+            {"depth": 4, "width": 8, "site": "down_input"},
+            "but site=down_input was",
+        ),
     ],
 )
 def test_a_model_of_another_shape_is_refused(shape, why):
@@ -183,5 +189,5 @@ def test_a_model_of_another_shape_is_refused(shape, why):
 def test_a_template_of_unknown_depth_needs_its_layers():
     unknown = made({0: {3: (1,)}}, layout=Layout(layers=(0, 3), width=8))
     unknown.require_fit(depth=4, width=8)
-    with pytest.raises(ConfigError, match="have layer 3, and this model has 3 layers"):
+    with pytest.raises(ConfigError, match="have layer 3, but this model has 3 layers"):
         unknown.require_fit(depth=3, width=8)

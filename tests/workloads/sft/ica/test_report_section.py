@@ -156,7 +156,7 @@ def test_a_page_is_whole_and_names_no_address(tmp_path):
 
 def test_a_damaged_file_is_an_error_with_its_name(tmp_path):
     (tmp_path / "networks.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"networks\.json: the file has nothing"):
+    with pytest.raises(ConfigError, match=r"networks\.json: the file must have .* got nothing"):
         sections(tmp_path, [])
 
 

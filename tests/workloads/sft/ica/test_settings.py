@@ -38,18 +38,18 @@ def test_masks_and_freezing_are_switches_of_their_own(given, mode, freezes):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"mask_mode": "scale"}, "mask_mode=scale and a factor, scale, go together"),
-        ({"mask_mode": "lesion", "scale": 2.0}, "mask_mode=scale and a factor, scale, go together"),
-        ({"ica_components": 9}, "write mask_mode or freeze=true, or leave ica_components out"),
+        ({"mask_mode": "scale"}, "mask_mode=scale and the factor scale go together"),
+        ({"mask_mode": "lesion", "scale": 2.0}, "mask_mode=scale and the factor scale go together"),
+        ({"ica_components": 9}, "ica_components without mask_mode or freeze=true has no effect"),
         (
             {"mask_mode": "lesion", "ica_template_path": "n.json", "samples": 5},
-            "leave samples out, or the path",
+            "leave samples or the path out",
         ),
         (
             {"freeze": True, "ica_zscore": 2.0, "ica_top_k": 5},
             "ica_zscore and ica_top_k select channels in different ways; keep one",
         ),
-        ({"freeze": True, "ica_two_sided": True}, "ica_two_sided is for ica_zscore"),
+        ({"freeze": True, "ica_two_sided": True}, "ica_two_sided needs ica_zscore"),
         ({"freeze": True, "ica_dtype": "float8"}, "ica_dtype"),
         ({"freeze": True, "ica_component_ids": ()}, "at least 1 item"),
         ({"mask_mode": "lesoin"}, "mask_mode"),
@@ -57,7 +57,7 @@ def test_masks_and_freezing_are_switches_of_their_own(given, mode, freezes):
         ({"freeze": True, "skip_first": -1}, "skip_first"),
         (
             {"freeze": True, "ica_template_path": "n.json", "skip_first": 2},
-            "leave skip_first out, or the path",
+            "leave skip_first or the path out",
         ),
     ],
 )

@@ -87,7 +87,7 @@ def test_numbers_are_compared_where_every_answer_has_its_mark():
     assert comparison_kind("auto", [marked, marked]) == "number"
     assert comparison_kind("auto", [marked, plain]) == "text"
     assert comparison_kind("number", [("1", "row 1")]) == "number"
-    with pytest.raises(ConfigError, match=r"row 2: its answer has no number.*exact_match_by=text"):
+    with pytest.raises(ConfigError, match=r"row 2: the answer has no number.*exact_match_by=text"):
         comparison_kind("number", [marked, plain])
 
 

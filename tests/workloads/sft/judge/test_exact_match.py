@@ -122,10 +122,10 @@ def test_nothing_of_the_model_is_changed_and_its_own_settings_are_not_heeded(mod
 
 def test_prompts_without_room_are_refused_before_anything_is_computed(make_model, prompts):
     with pytest.raises(
-        ConfigError, match=r"prompt of 500 tokens .*write eval_tasks.max_new_tokens=12"
+        ConfigError, match=r"prompt of 500 tokens .*Write eval_tasks.max_new_tokens=12"
     ):
         many(make_model(), [[1] * 500, *prompts])
-    with pytest.raises(ConfigError, match="empty prompt"):
+    with pytest.raises(ConfigError, match="prompt is empty"):
         many(make_model(), [[]])
 
 

@@ -41,9 +41,9 @@ def test_a_single_task_has_nothing_to_transfer():
 
 
 def test_what_is_no_matrix_and_baselines_that_are_missing_are_refused():
-    with pytest.raises(ConfigError, match="give a row for each task"):
+    with pytest.raises(ConfigError, match="must have one row per learnt task"):
         Accuracies(matrix=((0.5, 0.5),))
-    with pytest.raises(ConfigError, match="give one for each, or none"):
+    with pytest.raises(ConfigError, match="must be one per task or none"):
         Accuracies(matrix=((0.5,),), baselines=(0.1, 0.2))
-    with pytest.raises(ConfigError, match="measured from baselines"):
+    with pytest.raises(ConfigError, match="needs baselines"):
         Accuracies(matrix=((0.5,),)).forward_transfer  # noqa: B018

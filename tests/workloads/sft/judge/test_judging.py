@@ -199,12 +199,12 @@ def test_other_files_are_other_data(make_model, judged, files):
         ({"every": 3}, None),
         (
             {"exact_match": "none.jsonl"},
-            r"eval_tasks.exact_match=none.jsonl: no such file; write the",
+            r"eval_tasks.exact_match=none.jsonl: no such file. Write the",
         ),
         ({"exact_match": "a\0b"}, "zero byte"),
         ({"perplexity": "none.txt"}, "eval_tasks.perplexity: none.txt: no such file"),
-        ({"perplexity_length": 513}, "write eval_tasks.perplexity_length=512"),
-        ({"max_new_tokens": 500}, r"line 1 has a prompt of \d+ tokens.*more than the 512"),
+        ({"perplexity_length": 513}, "Write eval_tasks.perplexity_length=512"),
+        ({"max_new_tokens": 500}, r"line 1 has a prompt of \d+ tokens.*exceeds the model's 512"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_the_first_step(

@@ -77,7 +77,7 @@ def test_modes_stay_as_they_were(model, tokenizer):
 def test_nothing_to_predict_and_windows_that_do_not_move_are_refused(make_model):
     with pytest.raises(ConfigError, match="fewer than two tokens"):
         perplexity_of_windows(make_model(), [Window((1,), 1)])
-    with pytest.raises(ConfigError, match="write an overlap of 1 to 3"):
+    with pytest.raises(ConfigError, match="overlap must be between 1 and 3"):
         make_windows(range(9), length=4, overlap=4)
 
 

@@ -28,8 +28,8 @@ def test_a_text_is_cut_between_two_characters(tmp_path, most):
     ("content", "said"),
     [
         (b"", "is empty"),
-        (b" \n ", "nothing but blanks"),
-        (b"a\0b", "binary file: a zero byte at 1"),
+        (b" \n ", "only whitespace"),
+        (b"a\0b", "binary file: zero byte at 1"),
         (b"caf\xe9 noir", "not UTF-8 text: byte 0xe9 at 3"),
         (gzip.compress(b"text", mtime=0), "not UTF-8 text"),
     ],
@@ -48,4 +48,4 @@ def test_what_is_no_file_is_refused_and_all_of_it_at_once(tmp_path):
     told = str(refused.value)
     for said in ("no such file", "it is a folder", "it is a pipe", "zero byte"):
         assert said in told
-    assert told.endswith("write eval_tasks.perplexity=FILE, a path or glob of UTF-8 text")
+    assert told.endswith("Write eval_tasks.perplexity=FILE, a path or glob of UTF-8 text.")

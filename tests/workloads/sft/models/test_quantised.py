@@ -71,7 +71,7 @@ def test_bitsandbytes_keeps_the_base_and_a_merge_into_it_is_refused(base, tmp_pa
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
     with pytest.raises(
-        UnsupportedError, match=r"merged into .*keep the adapter .*model\.base_dtype=bf16"
+        UnsupportedError, match=r"merged into .*Keep the adapter .*model\.base_dtype=bf16"
     ):
         check_mergeable(model)
 

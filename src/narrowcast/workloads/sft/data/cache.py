@@ -47,8 +47,8 @@ def token_cache_folder(data: SftData) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"data.pretokenize_cache_dir={folder} cannot be made: {explain_write_error(error)}; "
-            "name another folder, or write data.pretokenize=false"
+            f"data.pretokenize_cache_dir={folder} cannot be created: {explain_write_error(error)}. "
+            "Write another folder, or data.pretokenize=false."
         ) from error
     return folder
 
@@ -95,9 +95,12 @@ def load(folder: Path, key: str) -> tuple[CachedRows | None, str]:
     except FileNotFoundError:
         return None, ""
     except OSError as error:
-        return None, f"tokens kept in {path} cannot be read ({error.strerror}) and are made again"
+        return (
+            None,
+            f"cached tokens in {path} cannot be read ({error.strerror}) and are computed again",
+        )
     except _DamagedError as error:
-        return None, f"tokens kept in {path} are damaged ({error}) and are made again"
+        return None, f"cached tokens in {path} are damaged ({error}) and are computed again"
 
 
 class _DamagedError(Exception):
@@ -111,10 +114,10 @@ def _checked(content: bytes, key: str) -> CachedRows:
     try:
         arrays = parsed(content)
         if json.loads(arrays.pop("digest").tobytes()) != _digest(arrays):
-            raise _DamagedError("their checksum is another")
+            raise _DamagedError("the checksum does not match")
         said = json.loads(arrays["about"].tobytes())
         if said["key"] != key or not Tally.is_sound(said["about"]):
-            raise _DamagedError("they are of something else")
+            raise _DamagedError("the cache was made for other data")
         validation = _rows(arrays, "validation") if "validation.tokens" in arrays else None
         return CachedRows(_rows(arrays, "train"), validation, said["about"])
     except (SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -136,7 +139,7 @@ def _rows(arrays: dict[str, NDArray[Any]], name: str) -> TokenRows:
     if kinds != [np.int32, np.bool_, np.int64] or not (
         tokens.shape == learnt.shape == (offsets[-1],) and offsets[0] == 0 < np.diff(offsets).min()
     ):
-        raise _DamagedError("they are no rows of tokens")
+        raise _DamagedError("the content is not token rows")
     return TokenRows(tokens=tokens, learnt=learnt, offsets=offsets)
 
 
@@ -166,7 +169,7 @@ def _bytes(path: Path) -> Iterable[bytes]:
             while piece := file.read(PIECE):
                 yield piece
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def _row_bytes(row: Row) -> bytes:

@@ -116,10 +116,9 @@ class _Rendered:
 
     def unstable(self, number: int) -> ConfigError:
         return ConfigError(
-            f"{self._location}, turn {number + 1}: the tokenizer's chat template writes this "
-            "response "
-            "in another way, or not at all, once other turns follow, so that what to learn is not "
-            "known; write data.template_format=chatml, or data.loss_on=all"
+            f"{self._location}, turn {number + 1}: the tokenizer's chat template renders this "
+            "response differently when other turns follow, so its tokens cannot be located. Write "
+            "data.template_format=chatml, or data.loss_on=all."
         )
 
     def _check_nothing_is_left_out(self) -> None:
@@ -150,8 +149,8 @@ class _Rendered:
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ConfigError(
                 f"{self._location}: the tokenizer's chat template fails: "
-                f"{shortened(str(error), 300)}; mend the row or the template, or write "
-                "data.template_format=chatml"
+                f"{shortened(str(error), 300)}. Fix the row or the template, or write "
+                "data.template_format=chatml."
             ) from error
         return str(text)
 

@@ -90,9 +90,9 @@ class Conversations:
         if result is None:
             _check_separator(row)
             raise ConfigError(
-                f"{row.location} has the columns {_listed(row.values)}, which are no known format; "
-                "write data.columns.instruction=COLUMN data.columns.response=COLUMN, or "
-                "data.format=infer to go by what names look like"
+                f"{row.location} has no known format, got the columns {_listed(row.values)}. Write "
+                "data.columns.instruction=COLUMN data.columns.response=COLUMN, or "
+                "data.format=infer to infer them from their names."
             )
         return result
 
@@ -101,8 +101,8 @@ class Conversations:
         if matched != first:
             other = f"as {matched.name}" if matched else f"as no format, with {_listed(row.values)}"
             raise ConfigError(
-                f"{row.location} reads {other}, and the rows before it as {first.name}; give each "
-                f"format a file of its own, or write data.format={first.name}"
+                f"{row.location} reads {other}, but the rows before it read as {first.name}. Put "
+                f"each format into its own file, or write data.format={first.name}."
             )
 
 
@@ -117,9 +117,9 @@ def inferred(keys: Collection[str], location: str) -> Format:
     instruction = _likest([key for key in keys if key not in response], INSTRUCTION_LIKE)
     if len(response) != 1 or len(instruction) != 1:
         raise ConfigError(
-            f"{location}: of the columns {_listed(keys)}, {_said(instruction)} like an instruction "
-            f"and {_said(response)} like a response; write data.columns.instruction=COLUMN "
-            "data.columns.response=COLUMN"
+            f"{location}: {_said(instruction)} like an instruction and {_said(response)} like a "
+            f"response, among the columns {_listed(keys)}. Write data.columns.instruction=COLUMN "
+            "data.columns.response=COLUMN."
         )
     return Format(f"inferred {instruction[0]}+{response[0]}", instruction[0], response[0])
 
@@ -149,7 +149,7 @@ def _turns(row: Row, form: Format) -> tuple[Turn, ...]:
 
 def _value(row: Row, key: str) -> object:
     if key not in row.values:
-        raise ConfigError(f"{row.location} has no column {key}; it has {_listed(row.values)}")
+        raise ConfigError(f"{row.location} has no column {key}, got {_listed(row.values)}.")
     return row.values[key]
 
 
@@ -160,7 +160,7 @@ def _text(row: Row, key: str) -> str:
         case str() as text:
             return text
         case bool() | list() | dict() | bytes() as other:
-            raise ConfigError(f"{row.location}: {key} is a {type(other).__name__}, not a text")
+            raise ConfigError(f"{row.location}: {key} must be text, got {type(other).__name__}.")
         case float() as number if not math.isfinite(number):
             return ""  # what pandas and pyarrow make of a field that is not there
         case number:
@@ -182,6 +182,6 @@ def _check_separator(row: Row) -> None:
     sign = next((sign for sign in (";", "\t", "|") if sign in first), None)
     if not others and sign is not None:
         raise ConfigError(
-            f"{row.location} has one column, {first!r}: its columns seem to be parted by {sign!r}, "
-            "and a .csv is read with commas; save it with commas"
+            f"{row.location} has one column, {first!r}, which seems to use {sign!r} as its "
+            "separator. Save the .csv with commas."
         )

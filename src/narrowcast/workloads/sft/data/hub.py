@@ -25,7 +25,7 @@ class HubSplits(NamedTuple):
 
 def hub_splits(name: str, config: str | None, *, key: str) -> HubSplits:
     """Load a data set, from the Hub or from the copy that `datasets` keeps of it."""
-    requested = f"data.{key}={name}: there is no such file, and a data set of the Hugging Face Hub"
+    requested = f"data.{key}={name} is not a file; as a dataset of the Hugging Face Hub it"
     require_modules(["datasets"], of=requested, install=INSTALL)
     import datasets
 
@@ -33,20 +33,20 @@ def hub_splits(name: str, config: str | None, *, key: str) -> HubSplits:
         loaded = datasets.load_dataset(name, config)
     except (ConnectionError, TimeoutError) as error:
         raise UnsupportedError(
-            f"{requested} cannot be reached from here, and no copy is kept: {error}; write a "
-            "local file"
+            f"{requested} cannot be downloaded and is not in the local cache: {error}. Write a "
+            "local file."
         ) from error
     except Exception as error:  # of what it calls in turn, over the net and on the disk
         raise ConfigError(
-            f"{requested} cannot be loaded: {shortened(str(error), 300)}; write a name, or a file, "
-            "that is there"
+            f"{requested} cannot be loaded: {shortened(str(error), 300)}. Write the name of an "
+            "existing dataset or file."
         ) from error
     return _chosen(name, dict(loaded))
 
 
 def _chosen(name: str, splits: dict[str, Any]) -> HubSplits:
     if not splits:
-        raise ConfigError(f"data set {name} has no splits; name another")
+        raise ConfigError(f"Dataset {name} has no splits. Write another dataset.")
     train = "train" if "train" in splits else next(iter(splits))
     held = next((each for each in VALIDATION if each in splits and each != train), "")
     return HubSplits(
@@ -54,7 +54,7 @@ def _chosen(name: str, splits: dict[str, Any]) -> HubSplits:
         train=lambda: _rows(name, train, splits[train]),
         validation_name=held,
         validation=(lambda: _rows(name, held, splits[held])) if held else None,
-        note="" if train == "train" else f"{name} has no train split; {train}, its first, is used",
+        note="" if train == "train" else f"{name} has no train split; using split {train}",
     )
 
 
@@ -63,4 +63,4 @@ def _rows(name: str, split: str, rows: Any) -> Iterator[Row]:
     for number, values in enumerate(rows, 1):
         yield Row(values, f"{name} ({split}), row {number}")
     if not number:
-        raise ConfigError(f"split {split} of data set {name} has no rows; name another data set")
+        raise ConfigError(f"Split {split} of dataset {name} has no rows. Write another dataset.")

@@ -7,9 +7,9 @@ from narrowcast.workloads.sft.data.conversation import Conversation
 from narrowcast.workloads.sft.data.report import Tally
 from narrowcast.workloads.sft.data.settings import SftData
 
-EMPTY = "no response to learn"
-LONG_RESPONSE = "a response longer than response_max_length"
-LONG_INSTRUCTION = "an instruction longer than instruction_max_length"
+EMPTY = "no response"
+LONG_RESPONSE = "response longer than response_max_length"
+LONG_INSTRUCTION = "instruction longer than instruction_max_length"
 
 
 def filter_rows(
@@ -21,8 +21,8 @@ def filter_rows(
         if wrong := _unanswered(conversation):
             if data.empty_response == "refuse":
                 raise ConfigError(
-                    f"{conversation.location}: {wrong}; mend the row, or write "
-                    "data.empty_response=drop to leave such rows out"
+                    f"{conversation.location}: {wrong}. Fix the row, or write "
+                    "data.empty_response=drop to drop such rows."
                 )
             tally.dropped[EMPTY] += 1
         elif why := _too_wordy(conversation, data):
@@ -34,13 +34,17 @@ def filter_rows(
 def _unanswered(conversation: Conversation) -> str:
     """Say what is missing for something to be learnt, if anything is."""
     if conversation.is_text:
-        return "" if conversation.turns[0].text.strip() else "its text is empty"
+        return "" if conversation.turns[0].text.strip() else "the text is empty"
     answers = [turn for turn in conversation.turns if turn.role == "assistant"]
     if not answers:
-        return "nobody answers in it"
+        return "there is no assistant message"
     if not all(turn.text.strip() for turn in answers):
-        return "its response is empty"
-    return "" if conversation.turns[-1].role == "assistant" else "nobody answers its last turn"
+        return "the response is empty"
+    return (
+        ""
+        if conversation.turns[-1].role == "assistant"
+        else "the last turn is not from the assistant"
+    )
 
 
 def _too_wordy(conversation: Conversation, data: SftData) -> str:
@@ -62,6 +66,6 @@ def require_characters(conversation: Conversation) -> None:
             turn.whole.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"{conversation.location}: half a character (a lone surrogate) at {error.start} of "
-                f"what the {turn.role} says; write the row anew"
+                f"{conversation.location}: the {turn.role} message has a lone surrogate at "
+                f"character {error.start}. Fix the text of the row."
             ) from error

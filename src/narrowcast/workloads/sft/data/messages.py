@@ -21,31 +21,30 @@ def parse_turns(messages: Any, location: str) -> tuple[Turn, ...]:
     """Return the turns of a list of messages, in their order."""
     if not isinstance(messages, list) or not messages:
         raise ConfigError(
-            f"{location}: its messages are no list of some; write "
-            f'[{{"role": "user", "content": ...}}]'
+            f"{location}: messages must be a list with at least one message, such as "
+            f'[{{"role": "user", "content": ...}}].'
         )
     turns = tuple(_turn(each, f"{location}, message {n}") for n, each in enumerate(messages, 1))
     late = [turn for turn in turns[1:] if turn.role == "system"]
     if late:
         raise ConfigError(
-            f"{location}: a system message after the first; put it first, or leave it"
+            f"{location}: a system message must be the first message. Move it to the front, or "
+            "remove it."
         )
     return turns
 
 
 def _turn(message: Any, position: str) -> Turn:
     if not isinstance(message, dict):
-        raise ConfigError(f"{position} is no object with a role and a content")
+        raise ConfigError(f"{position} must be an object with a role and a content.")
     keys = ("role", "content") if "role" in message else ("from", "value")
     if any(message.get(key) for key in CALLS):
-        raise ConfigError(
-            f"{position} calls a tool beside its text, which is not learnt here; leave such rows "
-            "out"
-        )
+        raise ConfigError(f"{position} has a tool call, which is not supported. Remove such rows.")
     who, said = (message.get(key) for key in keys)
     if not isinstance(who, str) or who.lower() not in ROLES:
         raise ConfigError(
-            f"{position} is by {shortened(repr(who))}; write role system, user, assistant or tool"
+            f"{position} must have role system, user, assistant or tool, got "
+            f"{shortened(repr(who))}."
         )
     return Turn(ROLES[who.lower()], _content(said, position))
 
@@ -59,7 +58,7 @@ def _content(said: Any, location: str) -> str:
         case list():
             return "".join(_part(part, location) for part in said)
         case _:
-            raise ConfigError(f"{location}: its content is a {type(said).__name__}, not a text")
+            raise ConfigError(f"{location}: the content must be text, got {type(said).__name__}.")
 
 
 def _part(part: Any, location: str) -> str:
@@ -67,4 +66,7 @@ def _part(part: Any, location: str) -> str:
         case {"type": "text", "text": str() as text}:
             return text
         case _:
-            raise ConfigError(f"{location}: a part of its content is no text; only text is learnt")
+            raise ConfigError(
+                f"{location}: every part of the content must be text. Other types are not "
+                "supported."
+            )

@@ -38,7 +38,9 @@ def packed(lengths: Sequence[int], capacity: int) -> list[Pack]:
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
         length = lengths[number]
         if length > capacity:
-            raise ValueError(f"row {number} has {length} tokens, and a pack takes {capacity}")
+            raise ValueError(
+                f"row {number} has {length} tokens, more than the pack capacity of {capacity}"
+            )
         at = bisect_left(rooms, length)
         if at < len(rooms):
             room = rooms[at]

@@ -106,5 +106,7 @@ def _rows(sources: Sequence[Source], encoder: Encoder, tally: Tally, *, key: str
             tally.formats.add(read.format.name)
     if not matched:
         why = ", ".join(f"{count}: {reason}" for reason, count in tally.dropped.items())
-        raise ConfigError(f"data.{key}: no row is left to use ({why}); change what drops them")
+        raise ConfigError(
+            f"data.{key}: no rows are left ({why}). Change the settings that drop rows."
+        )
     return TokenRows.joined(matched)

@@ -37,7 +37,9 @@ def read_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file; a bad one is refused with its number, and so is a file of none."""
     suffix = file_suffix(path)
     if not suffix:
-        raise ConfigError(f"{path}: write a file that ends in {', '.join(SUFFIXES)}, or .gz after")
+        raise ConfigError(
+            f"The file must end in {', '.join(SUFFIXES)}, optionally followed by .gz, got {path}."
+        )
     read = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}[suffix]
     count = 0
     try:
@@ -49,11 +51,11 @@ def read_rows(path: Path) -> Iterator[Row]:
                 count += 1
                 yield row
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} is no whole .gz file: {error}; copy it again") from error
+        raise ConfigError(f"{path} is not a complete .gz file: {error}. Copy it again.") from error
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
     if not count:
-        raise ConfigError(f"{path} has no rows; give a file that has some, or leave it out")
+        raise ConfigError(f"{path} has no rows. Give a file with rows, or leave it out.")
 
 
 def _jsonl(file: BinaryIO, path: Path) -> Iterator[Row]:
@@ -62,7 +64,9 @@ def _jsonl(file: BinaryIO, path: Path) -> Iterator[Row]:
         number += 1
         position = f"{path}, line {number}"
         if len(line) > LONGEST_ROW:
-            raise ConfigError(f"{position} is longer than {LONGEST_ROW} bytes; is it JSON lines?")
+            raise ConfigError(
+                f"{position} is longer than {LONGEST_ROW} bytes. Check that the file is JSON lines."
+            )
         text = _decoded(line, position, first=number == 1)
         if text.strip():
             yield Row(_mapping(_parsed(text, position), position), position)
@@ -73,8 +77,8 @@ def _json(file: BinaryIO, path: Path) -> Iterator[Row]:
     content = file.read(most + 1)
     if len(content) > most:
         raise ConfigError(
-            f"{path} has more than {most} bytes, and a .json is parsed as a whole, in memory; "
-            "write it as .jsonl, a row a line"
+            f"{path} is larger than {most} bytes, and a .json file is parsed in memory. Write it "
+            "as .jsonl, one row per line."
         )
     if not content.strip():
         return
@@ -83,8 +87,8 @@ def _json(file: BinaryIO, path: Path) -> Iterator[Row]:
         value = value["data"]
     if not isinstance(value, list):
         raise ConfigError(
-            f'{path} is a JSON {_kind(value)}; write a list of rows, {{"data": [...]}}, or one row '
-            "a line in a .jsonl"
+            f"{path} must be a list of rows, got a JSON {_kind(value)}. Write a list, "
+            f'{{"data": [...]}}, or a .jsonl with one row per line.'
         )
     for number, item in enumerate(value, 1):
         location = f"{path}, row {number}"
@@ -106,8 +110,8 @@ def _csv(file: BinaryIO, path: Path) -> Iterator[Row]:
                 yield Row(dict(zip(names, fields, strict=True)), location)
             elif fields:
                 raise ConfigError(
-                    f"{location}: {len(fields)} fields under {len(names)} columns; quote what has "
-                    'commas or line breaks in it, as "..."'
+                    f"{location} must have {len(names)} fields, got {len(fields)}. Quote fields "
+                    'that contain commas or line breaks, as "...".'
                 )
     except UnicodeDecodeError as error:
         raise ConfigError(_not_utf8(f"{path}, after line {reader.line_num}", error)) from error
@@ -120,8 +124,8 @@ def _csv(file: BinaryIO, path: Path) -> Iterator[Row]:
 def _header(names: list[str], location: str) -> list[str]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not all(names):
-        wrong = f"{shortened(twice[0])} stands twice" if twice else "a column has no name"
-        raise ConfigError(f"{location}: {wrong}; the first line of a .csv names its columns")
+        wrong = f"column {shortened(twice[0])} occurs twice" if twice else "a column has no name"
+        raise ConfigError(f"{location}: {wrong}. The first line of a .csv must name its columns.")
     return names
 
 
@@ -139,7 +143,7 @@ def _parquet(file: BinaryIO, path: Path) -> Iterator[Row]:
                 number += 1
                 yield Row(values, f"{path}, row {number}")
     except pyarrow.ArrowException as error:
-        raise ConfigError(f"{path} cannot be read as .parquet: {error}") from error
+        raise ConfigError(f"{path} cannot be read as .parquet: {error}.") from error
 
 
 def _decoded(content: bytes, location: str, *, first: bool) -> str:
@@ -151,29 +155,30 @@ def _decoded(content: bytes, location: str, *, first: bool) -> str:
 
 
 def _not_utf8(location: str, error: UnicodeDecodeError) -> str:
-    return f"{location} is not UTF-8 text ({error.reason}); convert it (iconv -f latin1 -t utf-8)"
+    return f"{location} is not UTF-8 text ({error.reason}). Convert it (iconv -f latin1 -t utf-8)."
 
 
 def _parsed(text: str, location: str) -> Any:
     try:
         return json.loads(text, parse_constant=_raise_constant)
     except RecursionError as error:
-        raise ConfigError(f"{location} is nested too deep for a row") from error
+        raise ConfigError(f"{location} is nested too deeply for a row.") from error
     except ValueError as error:
         raise ConfigError(
-            f"{location} is not JSON: {error}; a .jsonl has one row a line, a .json a list of rows"
+            f"{location} is not JSON: {error}. A .jsonl file has one row per line, a .json file a "
+            "list of rows."
         ) from error
 
 
 def _raise_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON number")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _mapping(value: Any, location: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{location} is a {_kind(value)}; write a row as "
-            f'{{"instruction": ..., "response": ...}}'
+            f"{location} must be an object, got a {_kind(value)}. Write a row as "
+            f'{{"instruction": ..., "response": ...}}.'
         )
     return value
 

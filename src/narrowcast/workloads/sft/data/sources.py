@@ -47,8 +47,8 @@ def find_sources(data: SftData) -> Sources:
     from_hub = any(source.kind == "hub" for source in (*train, *validation))
     if data.dataset_config_name is not None and not from_hub:
         raise ConfigError(
-            f"data.dataset_config_name={data.dataset_config_name}: files have no configurations; "
-            "leave it out"
+            f"data.dataset_config_name={data.dataset_config_name} is only for datasets of the Hub; "
+            "files have no configurations. Leave it out."
         )
     return Sources(tuple(train), tuple(validation), tuple(notes))
 
@@ -68,12 +68,12 @@ def _resolve(data: SftData, names: Sequence[str], *, key: str, existing: bool) -
     if problems:
         raise ConfigError(
             "\n".join(f"data.{key}: {line}" for line in problems.lines())
-            + f"\nwrite data.{key}=FILE, a path or glob of .json, .jsonl, .csv or .parquet, or the "
-            "name of a data set on the Hugging Face Hub"
+            + f"\nWrite data.{key}=FILE, a path or glob of .json, .jsonl, .csv or .parquet, or the "
+            "name of a dataset on the Hugging Face Hub."
         )
     train, validation, notes = _by_name(list(dict.fromkeys(files)), existing=existing)
     twice = [path for path, count in Counter(files).items() if count > 1]
-    notes += [f"{path} is named more than once, and read once" for path in twice]
+    notes += [f"{path} is listed more than once and read once" for path in twice]
     train += [Source(SUMS, sums, kind="made")] * (SUMS in names)
     for name in hub:
         chosen = hub_splits(name, data.dataset_config_name, key=key)
@@ -93,8 +93,8 @@ def _by_name(files: list[Path], *, existing: bool) -> _Resolved:
     test = [path for path in files if "test" in terms[path] and path not in held]
     if not existing or len(held) + len(test) == len(files):
         held, test = [], []
-    notes = [f"{path} is validated on, as its name says" for path in held]
-    notes += [f"{path} is left alone, as its name says; it is for a last test" for path in test]
+    notes = [f"{path} is used for validation because of its name" for path in held]
+    notes += [f"{path} is not used: its name marks it as test data" for path in test]
     train = [_make_source(path) for path in files if path not in held and path not in test]
     return train, [_make_source(path) for path in held], notes
 

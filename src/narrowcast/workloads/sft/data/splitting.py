@@ -18,8 +18,8 @@ def split_rows(rows: TokenRows, share: float, *, seed: int) -> tuple[TokenRows, 
     order = sorted(set(drawn))
     if len(order) < 2:
         raise ConfigError(
-            f"data.validation_split={share}: there is one row, or many that say the same; write "
-            "data.validation_split=0 to train without validation"
+            f"data.validation_split={share} needs at least two different rows. Write "
+            "data.validation_split=0 to train without validation."
         )
     wanted = min(max(round(share * len(order)), 1), len(order) - 1)
     held = set(order[:wanted])

@@ -69,8 +69,8 @@ def select_template(
     name = choice if choice != "auto" else "chat" if chat else "basic"
     if name == "chat" and not chat:
         raise ConfigError(
-            "data.template_format=chat: the tokenizer has no chat template; write "
-            "data.template_format=chatml, alpaca or basic"
+            "data.template_format=chat needs a chat template, but the tokenizer has none. Write "
+            "data.template_format=chatml, alpaca or basic."
         )
     end = tokenizer.eos_token
     specials = special_texts(tokenizer)
@@ -98,14 +98,14 @@ def require_end(tokenizer: Any) -> None:
     """Refuse a tokenizer that has no token to end a text with."""
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            "the tokenizer has no eos token, so that a model could not learn where a response "
-            "ends; set eos_token in its tokenizer_config.json"
+            "The tokenizer has no eos token, so the model cannot learn where a response ends. Set "
+            "eos_token in its tokenizer_config.json."
         )
     result = tokenizer(tokenizer.eos_token, add_special_tokens=False)["input_ids"]
     if result != [tokenizer.eos_token_id]:
         raise ConfigError(
-            f"the tokenizer reads its eos token {tokenizer.eos_token} as {len(result)} others; add "
-            "it to the special tokens of its tokenizer.json"
+            f"The tokenizer splits its eos token {tokenizer.eos_token} into {len(result)} tokens. "
+            "Add it to the special tokens of its tokenizer.json."
         )
 
 
@@ -147,9 +147,8 @@ def _paired(conversation: Conversation, name: str) -> tuple[str, list[tuple[Turn
     roles = [turn.role for turn in turns]
     if roles != ["user", "assistant"] * (len(turns) // 2):
         raise ConfigError(
-            f"{conversation.location}: {', '.join(roles)} speak in this order, and "
-            f"template_format={name} writes user and assistant in turn; write "
-            "data.template_format=chat or chatml"
+            f"{conversation.location}: template_format={name} needs user and assistant in turn, "
+            f"got {', '.join(roles)}. Write data.template_format=chat or chatml."
         )
     system = first.text if first.role == "system" else ""
     return system, list(zip(turns[::2], turns[1::2], strict=True))

@@ -85,8 +85,8 @@ class Encoder:
         tokenizer = template.tokenizer
         if not tokenizer.is_fast:
             raise UnsupportedError(
-                f"{type(tokenizer).__name__} does not say where in a text its tokens stand; use a "
-                "tokenizer with a tokenizer.json"
+                f"{type(tokenizer).__name__} does not return character offsets of tokens. Use a "
+                "tokenizer with a tokenizer.json."
             )
         signs = re.compile("|".join(map(re.escape, sorted(special_texts(tokenizer)))))
         return cls(template=template, data=data, first=first_tokens(tokenizer), signs=signs)
@@ -129,9 +129,9 @@ class Encoder:
         if len(tokens) > most:
             if self.data.too_long == "refuse":
                 raise ConfigError(
-                    f"{location} has {len(tokens)} tokens, and data.max_seq_length is {most}; "
-                    "write "
-                    f"data.max_seq_length={len(tokens)}, or data.too_long=drop or cut"
+                    f"{location} must fit into data.max_seq_length={most}, got {len(tokens)} "
+                    f"tokens. Write data.max_seq_length={len(tokens)}, or data.too_long=drop or "
+                    "cut."
                 )
             if self.data.too_long == "drop":
                 tally.dropped[TOO_LONG] += 1

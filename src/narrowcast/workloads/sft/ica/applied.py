@@ -117,19 +117,19 @@ class Applied:
     def lines(self) -> list[str]:
         """Say what will be in force once the run has begun."""
         section = self._section
-        where = "looked for when the run begins"
+        where = "found when the run starts"
         if self._template is not None:
-            where = f"of {section.ica_template_path}"
+            where = f"from {section.ica_template_path}"
         lines = [f"{self._named}: {where}"]
         terms = {"lesion": "silenced", "preserve": "kept alone", "scale": "multiplied"}
         if section.mode is not None:
             note = f" (mask_mode={section.mask_mode} is an old name of {section.mode})"
             lines.append(
-                f"they are {terms[section.mode]} in training and evaluation, and not in what is "
-                f"saved{note if section.mask_mode != section.mode else ''}"
+                f"their channels are {terms[section.mode]} in training and evaluation, but not in "
+                f"the saved model{note if section.mask_mode != section.mode else ''}"
             )
         if section.freezes:
-            lines.append("their rows do not move")
+            lines.append("their weight rows are frozen")
         return lines
 
     @contextlib.contextmanager
@@ -219,8 +219,8 @@ class Applied:
         networks = networks_from_json(state["networks"])
         if self._template is not None and networks != self._template:
             raise CheckpointError(
-                f"it began with other networks than {self._section.ica_template_path} has now; put "
-                "that file back, or start a new run"
+                f"The networks in {self._section.ica_template_path} changed since the run started. "
+                "Restore that file, or start a new run."
             )
         _check_blocks(networks, self._blocks)
         self._take(networks)
@@ -247,8 +247,8 @@ def _template(section: IcaSection, blocks: Blocks) -> FunctionalNetworks | None:
         count = section.ica_components * (1 if section.site == "mlp_output" else layers)
         if strange := [number for number in ids if number >= count]:
             raise ConfigError(
-                f"ica.ica_component_ids has {strange[0]}, and there will be components 0 to "
-                f"{count - 1}; write one of these, or more ica.ica_components"
+                f"ica.ica_component_ids must be between 0 and {count - 1}, got {strange[0]}. Write "
+                "one of these, or more ica.ica_components."
             )
         return None
     networks = load_networks(Path(section.ica_template_path).expanduser())

@@ -95,15 +95,14 @@ def find_blocks(model: nn.Module) -> Blocks:
     if matches:
         names = " and ".join(each.name for each in matches)
         raise UnsupportedError(
-            f"{kind} has {len(matches)} lists of blocks, {names}; give the part of the model "
-            "that is "
-            "meant, such as its decoder"
+            f"{kind} has {len(matches)} lists of blocks: {names}. Pass one part of the model, such "
+            "as its decoder."
         )
     raise UnsupportedError(
-        f"{kind} has no list of blocks with one MLP each: looked for an nn.ModuleList whose items "
-        "have a child, beside attention, from the model's width to another and back (mixtures of "
-        "experts have several); give a GPT-2, Llama, Mistral, Qwen, NeoX or SmolLM model, or one "
-        "built like them"
+        f"{kind} has no list of blocks with one MLP each. Each item of an nn.ModuleList must have "
+        "a child, besides attention, that maps the model's width to another width and back "
+        "(mixtures of experts have several). Use a GPT-2, Llama, Mistral, Qwen, NeoX or SmolLM "
+        "model, or one with the same structure."
     )
 
 
@@ -136,12 +135,13 @@ def _adds_residual(block: Block) -> bool:
         except Exception as error:  # code of the model
             raise UnsupportedError(
                 f"{type(block.mlp).__name__} cannot be called with hidden states alone: {error}. "
-                "Give a model whose MLPs take hidden states, or these and the residual."
+                "Use a model whose MLPs take hidden states, or hidden states and the residual."
             ) from error
     if not isinstance(output, Tensor) or output.shape != token.shape or block.down not in called:
         raise UnsupportedError(
-            f"{type(block.mlp).__name__} does not return one tensor that its down projection "
-            "computes. Give a model whose MLPs call their down projection and return hidden states."
+            f"{type(block.mlp).__name__} does not return one tensor computed by its down "
+            "projection. Use a model whose MLPs call their down projection and return hidden "
+            "states."
         )
     return not output.is_meta and bool(output.any())
 

@@ -45,9 +45,7 @@ class ModelSignals:
                 f"{type(batches).__name__}. Write [{{'input_ids': ids}}]."
             )
         if iter(batches) is batches:
-            raise ConfigError(
-                "the batches can be gone through once only; give a list or a data loader"
-            )
+            raise ConfigError("batches can be iterated only once. Pass a list or a data loader.")
         blocks = find_blocks(model)
         chosen = tuple(range(blocks.depth)) if layers is None else tuple(layers)
         for layer in chosen:
@@ -94,7 +92,7 @@ class ModelSignals:
         if len(heard) < len(self._blocks):
             raise ConfigError(
                 f"{len(self._blocks) - len(heard)} of {len(self._blocks)} layers were not run by "
-                "the model; name layers that are"
+                "the model. Select layers that are run."
             )
         here = heard[0].device  # a model may be spread over several
         rows = torch.cat([heard[i].to(here) for i in range(len(heard))], dim=-1)

@@ -94,7 +94,7 @@ def _overflow(chunk: Tensor, dtype: torch.dtype) -> Finding:
         kind="overflow",
         what=f"{count} signals of a chunk, up to {largest:.4g}, overflow {dtype_name(dtype)}, "
         f"whose largest value is {limit:.4g}",
-        answer="they are stored in float32",
+        answer="Signals are stored in float32",
     )
 
 
@@ -107,6 +107,6 @@ def _check_resolution(statistics: ChannelStatistics, dtype: torch.dtype) -> None
                 kind="coarse",
                 what=f"{int(coarse.sum())} of {coarse.numel()} channels spread over less than "
                 f"three spacings of {dtype_name(dtype)} around their mean",
-                answer="the signals are stored in float32",
+                answer="Signals are stored in float32",
             )
         )

@@ -54,8 +54,8 @@ def storage_for(
         return Storage(dtype=ICA_DTYPES[ica_dtype])
     result = Finding(
         kind="dtype",
-        what=f"ica_dtype={ica_dtype!r} is none of auto, {', '.join(ICA_DTYPES)}",
-        answer="float32 is used",
+        what=f"ica_dtype must be auto, {', '.join(ICA_DTYPES)}, got {ica_dtype!r}",
+        answer="Using float32",
     )
     _log.warning("%s", result)
     return Storage(dtype=torch.float32, findings=(result,))

@@ -163,7 +163,9 @@ def _by_layer(
     channels: Sequence[int], layers: Sequence[int], width: int
 ) -> dict[int, tuple[int, ...]]:
     if channels and channels[-1] >= len(layers) * width:
-        raise ConfigError(f"channel {channels[-1]} of {len(layers)} layers with {width} each")
+        raise ConfigError(
+            f"channel must be below {len(layers)} layers x {width} channels, got {channels[-1]}."
+        )
     network: dict[int, list[int]] = {}
     for channel in channels:
         network.setdefault(layers[channel // width], []).append(channel % width)

@@ -1,4 +1,4 @@
-"""What was noticed on the way to the components, and what was done about it."""
+"""Findings of the ICA: what was noticed, and what was done about it."""
 
 from dataclasses import dataclass
 from typing import Literal, final
@@ -28,4 +28,4 @@ class Finding:
     """What was done, or what to write."""
 
     def __str__(self) -> str:
-        return f"{self.what}; {self.answer}"
+        return f"{self.what}. {self.answer}."

@@ -82,8 +82,8 @@ class Freeze:
     def _check_not_empty(self) -> None:
         if not self._frozen:
             raise ConfigError(
-                "nothing to freeze: no weight of these channels is trained; leave freezing out, or "
-                "train the down projections (LoRA targets such as down_proj or c_proj)"
+                "Nothing to freeze: no weight of these channels is trained. Leave freezing out, or "
+                "train the down projections (LoRA targets such as down_proj or c_proj)."
             )
 
     @property
@@ -153,8 +153,8 @@ class Freeze:
         )
         if not same:
             raise ConfigError(
-                "the checkpoint froze other rows than this recipe does; resume with the networks "
-                "it began with"
+                "The checkpoint froze different rows than this recipe. Resume with the networks "
+                "the run started with."
             )
         self._frozen_rows = [state[f.name]["values"].to(f.weight.device) for f in self._frozen]
 
@@ -186,8 +186,9 @@ def _frozen_rows(
     for layer, chosen in channels.items():
         if not 0 <= layer < blocks.depth or not all(0 <= c < width for c in chosen):
             raise ConfigError(
-                f"layer {layer} with channels up to {max(chosen, default=0)} is not in this model, "
-                f"which has {blocks.depth} layers of {width}; networks were made for another model"
+                f"The networks were made for another model: layer {layer}, channel "
+                f"{max(chosen, default=0)} is outside this model's {blocks.depth} layers of "
+                f"{width} channels. Build networks for this model."
             )
         for piece in _pieces(blocks.blocks[layer], sorted(chosen), site, begun) if chosen else ():
             if piece.weight.requires_grad or piece.zeroed:
@@ -260,9 +261,8 @@ def _own(module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
 
 def _check_untrained(adapter: str) -> None:
     raise ConfigError(
-        f"adapter {adapter!r} has already learnt something for channels that are to be frozen, and "
-        "what it does to them would move with the rest of it; merge it into the model first, and "
-        "begin with a new one"
+        f"Adapter {adapter!r} already has nonzero weights for channels to freeze, so they would "
+        "change as the adapter trains. Merge it into the model and start with a new adapter."
     )
 
 
@@ -271,6 +271,7 @@ def _check_wrapper(projection: Projection, known: Sequence[nn.Parameter]) -> Non
     for name, parameter in projection.module.named_parameters():
         if parameter.requires_grad and not any(parameter is each for each in known):
             raise UnsupportedError(
-                f"{type(projection.module).__module__} trains {name}, which may move every row of "
-                "a weight; freezing needs plain LoRA (no DoRA), or the weight itself"
+                f"{type(projection.module).__module__} trains {name}, which can change every row "
+                "of the weight. Freezing needs plain LoRA (no DoRA), or full training of the "
+                "weight."
             )

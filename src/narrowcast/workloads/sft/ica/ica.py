@@ -106,7 +106,9 @@ class ICA:
         """
         reduced = [self._reduce(each, location) for location, each in enumerate(signals)]
         if len({each.statistics.rows for each in reduced}) > 1:
-            raise ConfigError("these signals have different numbers of rows; fit them one by one")
+            raise ConfigError(
+                "All signals must have the same number of rows. Fit them one at a time."
+            )
         white = torch.stack([each.white.signals for each in reduced])
         rotations, solved = self._solve(white)
         return [
@@ -166,12 +168,13 @@ class ICA:
                 Finding(
                     kind="solver",
                     what=f"{self.solver} with {self.contrast} is not finite in {dtype}",
-                    answer="it is solved in float64",
+                    answer="It was solved in float64",
                 ),
             )
         raise ConfigError(
-            f"{self.solver} with {self.contrast} is not finite even in float64: the signals have "
-            "extreme rows; write clip_activations=99, or contrast=logcosh, which grows slower"
+            f"{self.solver} with {self.contrast} is not finite even in float64 because the signals "
+            "have extreme rows. Write clip_activations=99, or contrast=logcosh, which grows more "
+            "slowly."
         )
 
     def _unconverged(self, rotations: Rotations) -> tuple[Finding, ...]:
@@ -182,10 +185,10 @@ class ICA:
         return (
             Finding(
                 kind="convergence",
-                what=f"{left} of {rotations.converged.numel()} solutions still moved by "
-                f"{float(rotations.change.max()):.1g} after {self.max_iter} iterations",
-                answer=f"write a larger max_iter{other_solver} or fewer components; look at the "
-                "stability of each",
+                what=f"{left} of {rotations.converged.numel()} solutions had not converged after "
+                f"{self.max_iter} iterations (last change {float(rotations.change.max()):.1g})",
+                answer=f"Write a larger max_iter{other_solver} or fewer components, and check the "
+                "stability of each component",
             ),
         )
 
@@ -245,7 +248,7 @@ def _seen_in(statistics: ChannelStatistics, subspace: Subspace) -> list[Finding]
             Finding(
                 kind="constant",
                 what=f"{constant} of {len(statistics.spread)} channels are constant",
-                answer="they are in no component",
+                answer="They are in no component",
             )
         )
     if not subspace.converged:
@@ -253,8 +256,8 @@ def _seen_in(statistics: ChannelStatistics, subspace: Subspace) -> list[Finding]
             Finding(
                 kind="subspace",
                 what=f"after {subspace.passes} passes a direction is {subspace.residual:.1g} from "
-                "an eigenvector: components beyond the clear ones share their variance with others",
-                answer="ask for fewer components, or take the last ones for what they are",
+                "an eigenvector, so the last components share variance with others",
+                answer="Write fewer components, or treat the last ones with care",
             )
         )
     return findings
@@ -267,8 +270,8 @@ def _unstable(stability: Tensor, first: int) -> list[Finding]:
     return [
         Finding(
             kind="stability",
-            what=f"components {', '.join(map(str, low))} came out otherwise from other beginnings",
-            answer="give more rows, or ask for fewer components; their numbers are no names",
+            what=f"components {', '.join(map(str, low))} differ between random initialisations",
+            answer="Give more rows, or write fewer components",
         )
     ]
 
@@ -280,8 +283,8 @@ def _loud(share: Tensor, rows: int, first: int) -> list[Finding]:
             kind="loud rows",
             what=f"{each:.0%} of component {number} comes from {100 * count / rows:.2g} % of rows, "
             f"{count:,} of {rows:,}",
-            answer="leave them out by skip_first where they are the first tokens of sequences, or "
-            "limit them by clip_activations=99",
+            answer="Skip them with skip_first if they are the first tokens of sequences, or "
+            "write clip_activations=99",
         )
         for number, each in enumerate(share.tolist(), start=first)
         if each > LOUD
@@ -290,4 +293,4 @@ def _loud(share: Tensor, rows: int, first: int) -> list[Finding]:
 
 def _require(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name}={value!r}; write one of {', '.join(map(str, allowed))}")
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.")

@@ -12,7 +12,7 @@ def parse_layers(spec: str | None, depth: int) -> tuple[int, ...]:
     if spec is None:
         return tuple(range(depth))
     if not spec.strip():
-        raise ConfigError(f"an empty layer spec; {_advice(depth)}")
+        raise ConfigError(f"The layer spec is empty. {_advice(depth)}")
     chosen: set[int] = set()
     for part in spec.split(","):
         chosen.update(_range(part.strip(), spec, depth))
@@ -23,23 +23,26 @@ def _range(part: str, spec: str, depth: int) -> range:
     match = _PART.fullmatch(part)
     if match is None:
         what = "a negative number" if part.startswith("-") else f"{part!r}" if part else "nothing"
-        raise ConfigError(f"layers {spec!r} have {what} between commas; {_advice(depth)}")
+        raise ConfigError(
+            f"layers must be numbers or ranges separated by commas, got {what} in {spec!r}. "
+            f"{_advice(depth)}"
+        )
     if match["one"]:
         layers = range(int(part), int(part) + 1)
     else:
         layers = range(int(match["start"] or 0), int(match["stop"] or depth))
         if layers.start >= layers.stop:
             raise ConfigError(
-                f"layers {spec!r} have a range {part} from {layers.start} to before {layers.stop}, "
-                f"which is empty; {_advice(depth)}"
+                f"layers {spec!r} has an empty range: {part} goes from {layers.start} to before "
+                f"{layers.stop}. {_advice(depth)}"
             )
     if layers.stop > depth:
         raise ConfigError(
-            f"layers {spec!r} name layer {layers.stop - 1} of a model with {depth}; "
+            f"layers {spec!r} has layer {layers.stop - 1}, but the model has {depth} layers. "
             f"{_advice(depth)}"
         )
     return layers
 
 
 def _advice(depth: int) -> str:
-    return f"write numbers from 0 to {depth - 1} and ranges, such as 0,2 or 0:{depth}"
+    return f"Write numbers from 0 to {depth - 1} and ranges, such as 0,2 or 0:{depth}."

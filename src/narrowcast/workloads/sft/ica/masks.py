@@ -96,8 +96,9 @@ class Masks:
             if not 0 <= layer < self.depth or outside:
                 what = f"channel {outside[0]} of layer {layer}" if outside else f"layer {layer}"
                 raise ConfigError(
-                    f"{what} is not in this model, whose {self.depth} layers have {self.width} "
-                    f"{self.site} channels each; networks were made for another model"
+                    f"The networks were made for another model: {what} is outside this model's "
+                    f"{self.depth} layers of {self.width} {self.site} channels. Build networks for "
+                    "this model."
                 )
 
 

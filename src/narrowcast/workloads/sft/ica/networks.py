@@ -31,11 +31,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
-            raise ConfigError(f"layers {self.layers}: list them once each, ascending, from 0")
+            raise ConfigError(f"layers must be unique, ascending and 0 or more, got {self.layers}.")
         if self.width < 1:
-            raise ConfigError(f"width {self.width}: layers have 1 channel or more")
+            raise ConfigError(f"width must be 1 or more, got {self.width}.")
         if self.depth is not None and self.layers[-1] >= self.depth:
-            raise ConfigError(f"layer {self.layers[-1]} of a model with {self.depth}")
+            raise ConfigError(f"layers must be below depth={self.depth}, got {self.layers[-1]}.")
 
 
 @final
@@ -89,21 +89,22 @@ class FunctionalNetworks:
         known, width = set(self.layout.layers), self.layout.width
         for component, network in self.networks.items():
             if component < 0:
-                raise ConfigError(f"component {component}: components are numbered from 0")
+                raise ConfigError(f"components must be numbered from 0, got {component}.")
             for layer, channels in network.items():
                 if layer not in known:
                     raise ConfigError(
-                        f"component {component} has layer {layer}, and the layout has "
-                        f"{_listed(self.layout.layers)}"
+                        f"Component {component} has layer {layer}, but the layout has layers "
+                        f"{_listed(self.layout.layers)}."
                     )
                 ascending = all(a < b for a, b in pairwise(channels))
                 if not channels or not ascending or channels[0] < 0 or channels[-1] >= width:
                     raise ConfigError(
-                        f"component {component}, layer {layer}: list channels from 0 to "
-                        f"{width - 1} once each, ascending; leave out a layer without any"
+                        f"Channels of component {component}, layer {layer} must be unique, "
+                        f"ascending and between 0 and {width - 1}. Leave out layers without "
+                        "channels."
                     )
         if strangers := sorted(set(self.scores) - set(self.networks)):
-            raise ConfigError(f"scores of components {_listed(strangers)}, which do not exist")
+            raise ConfigError(f"scores must be for existing components, got {_listed(strangers)}.")
 
     @property
     def components(self) -> tuple[int, ...]:
@@ -122,7 +123,7 @@ class FunctionalNetworks:
             raise ConfigError(f"components must be a list of numbers, got {components}.")
         chosen = self.components if components is None else tuple(components)
         if not chosen:
-            raise ConfigError(f"no components named; there are {_listed(self.components)}")
+            raise ConfigError(f"components is empty. Write some of {_listed(self.components)}.")
         union: dict[int, set[int]] = {}
         for component in chosen:
             for layer, channels in self._network(component).items():
@@ -161,32 +162,32 @@ class FunctionalNetworks:
     def require_fit(self, *, depth: int, width: int, site: Site | None = None) -> None:
         """Refuse a model of another shape than these networks were made for."""
         made_for = "made for " + (self.provenance.model or "another model")
-        again = "; build networks for this model"
+        again = ". Build networks for this model."
         if site is not None and site != self.layout.site:
             raise ConfigError(
-                f"these networks are of {self.layout.site} channels, and {site} is asked for; "
-                f"build them with site={site}"
+                f"These networks have {self.layout.site} channels, but site={site} was requested. "
+                f"Build them with site={site}."
             )
         if width != self.layout.width:
             raise ConfigError(
-                f"these networks, {made_for}, have {self.layout.width} channels a layer, and this "
-                f"model has {width}{again}"
+                f"These networks, {made_for}, have {self.layout.width} channels per layer, but "
+                f"this model has {width}{again}"
             )
         if self.layout.depth is not None and depth != self.layout.depth:
             raise ConfigError(
-                f"these networks, {made_for}, are of {self.layout.depth} layers, and this model "
+                f"These networks, {made_for}, are for {self.layout.depth} layers, but this model "
                 f"has {depth}{again}"
             )
         if self.layout.layers[-1] >= depth:
             raise ConfigError(
-                f"these networks, {made_for}, have layer {self.layout.layers[-1]}, and this model "
+                f"These networks, {made_for}, have layer {self.layout.layers[-1]}, but this model "
                 f"has {depth} layers{again}"
             )
 
     def _network(self, component: int) -> Channels:
         if component not in self.networks:
             raise ConfigError(
-                f"there is no component {component}; there are {_listed(self.components)}"
+                f"component must be one of {_listed(self.components)}, got {component}."
             )
         return self.networks[component]
 
@@ -198,8 +199,9 @@ class FunctionalNetworks:
         mine, theirs = self.layout, other.layout
         if (mine.width, mine.site) != (theirs.width, theirs.site):
             raise ConfigError(
-                f"networks of {mine.width} {mine.site} channels a layer and of {theirs.width} "
-                f"{theirs.site} channels cannot be compared; build both for one model"
+                f"Networks with {mine.width} {mine.site} channels per layer cannot be compared "
+                f"with networks with {theirs.width} {theirs.site} channels. Build both for the "
+                "same model."
             )
 
 

@@ -35,7 +35,7 @@ def load_networks(path: Path | str) -> FunctionalNetworks:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as networks: {error}") from None
+        raise ConfigError(f"{path} cannot be read as networks: {error}.") from None
     try:
         return networks_from_json(text)
     except ConfigError as error:
@@ -62,12 +62,14 @@ def networks_from_json(text: str) -> FunctionalNetworks:
     try:
         value = json.loads(text, object_pairs_hook=_once_each, parse_constant=_raise_constant)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"not JSON: {error}; give a file of `narrowcast ica build`") from None
+        raise ConfigError(
+            f"The file is not JSON: {error}. Use a file written by `narrowcast ica build`."
+        ) from None
     if isinstance(value, dict) and "templates" in value:
         return _from_templates(value)
     top = _keys(value, "the file", {"format", "provenance", "layout", "networks", "scores"})
     if top["format"] != FORMAT:
-        raise ConfigError(f"format {top['format']!r}; this version reads {FORMAT}")
+        raise ConfigError(f"format must be {FORMAT}, got {top['format']!r}.")
     return FunctionalNetworks(
         provenance=_provenance(top["provenance"]),
         layout=_layout(top["layout"]),
@@ -94,7 +96,7 @@ def _provenance(value: Any) -> Provenance:
     got = _keys(value, "provenance", set(Provenance.__dataclass_fields__))
     findings = got["findings"]
     if not isinstance(findings, list):
-        raise ConfigError("provenance.findings is no list of texts")
+        raise ConfigError("provenance.findings must be a list of strings.")
     return Provenance(
         name=_text(got["name"], "provenance.name"),
         model=_text(got["model"], "provenance.model"),
@@ -110,7 +112,9 @@ def _provenance(value: Any) -> Provenance:
 def _layout(value: Any) -> Layout:
     got = _keys(value, "layout", {"layers", "width", "depth", "site"})
     if got["site"] not in get_args(Site):
-        raise ConfigError(f"layout.site is {got['site']!r}; write {' or '.join(get_args(Site))}")
+        raise ConfigError(
+            f"layout.site must be {' or '.join(get_args(Site))}, got {got['site']!r}."
+        )
     return Layout(
         layers=_numbers(got["layers"], "layout.layers"),
         width=_number(got["width"], "layout.width"),
@@ -127,44 +131,42 @@ def _score(value: Any, where: str) -> Score:
     got = _keys(value, where, set(Score.__dataclass_fields__))
     for name, number in got.items():
         if isinstance(number, bool) or not isinstance(number, int | float):
-            raise ConfigError(f"{where}.{name} is {number!r}, no number")
+            raise ConfigError(f"{where}.{name} must be a number, got {number!r}.")
     return Score(**{name: float(number) for name, number in got.items()})
 
 
 def _numbered(value: Any, where: str, item: Callable[[Any, str], _Item]) -> dict[int, _Item]:
     """Return an object whose keys are numbers as people write them: no 01, no -1."""
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} is no object")
+        raise ConfigError(f"{where} must be an object.")
     for key in value:
         if not (key.isascii() and key.isdecimal() and str(int(key)) == key):
-            raise ConfigError(f"{where} has the key {key!r}; keys are numbers from 0")
+            raise ConfigError(f"Keys of {where} must be numbers from 0, got {key!r}.")
     return {int(key): item(each, f"{where}.{key}") for key, each in value.items()}
 
 
 def _numbers(value: Any, where: str) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise ConfigError(f"{where} is no list of numbers")
+        raise ConfigError(f"{where} must be a list of numbers.")
     return tuple(_number(each, where) for each in value)
 
 
 def _number(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{where} has {value!r}, no whole number")
+        raise ConfigError(f"{where} must have whole numbers, got {value!r}.")
     return value
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"{where} is {value!r}, no text")
+        raise ConfigError(f"{where} must be text, got {value!r}.")
     return value
 
 
 def _keys(value: Any, where: str, names: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict) or set(value) != names:
         has = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
-        raise ConfigError(
-            f"{where} has {has or 'nothing'}, and should have {', '.join(sorted(names))}"
-        )
+        raise ConfigError(f"{where} must have {', '.join(sorted(names))}, got {has or 'nothing'}.")
     return value
 
 
@@ -173,9 +175,9 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"the key {twice!r} stands twice in one object; which one counts?")
+        raise ConfigError(f"The key {twice!r} occurs twice in one object. Remove one of them.")
     return made
 
 
 def _raise_constant(name: str) -> None:
-    raise ConfigError(f"{name} is no number in JSON")
+    raise ConfigError(f"{name} is not a JSON number.")

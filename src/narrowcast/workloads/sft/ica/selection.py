@@ -35,8 +35,8 @@ class Percentile:
     def __post_init__(self) -> None:
         if not 0 <= check_number("percentile", self.percentile, "a number from 0 to 100") < 100:
             raise ConfigError(
-                f"percentile {self.percentile}; write 0 or more and less than 100: 98 selects two "
-                "in a hundred channels"
+                f"percentile must be 0 or more and less than 100, got {self.percentile}. For "
+                "example, 98 selects two in a hundred channels."
             )
 
     def __str__(self) -> str:
@@ -63,7 +63,9 @@ class ZScore:
     def __post_init__(self) -> None:
         check_type("two_sided", self.two_sided, bool, "True or False")
         if not 0 < check_number("z-score", self.threshold, "a number above 0") < np.inf:
-            raise ConfigError(f"z-score {self.threshold}; write a number above 0, such as 1.96")
+            raise ConfigError(
+                f"The z-score must be above 0, got {self.threshold}. Write a number such as 1.96."
+            )
 
     def __str__(self) -> str:
         return f"{'|z|' if self.two_sided else 'z'}>{self.threshold:g}"

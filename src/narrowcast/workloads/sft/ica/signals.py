@@ -48,7 +48,8 @@ class ArraySignals:
             raise ConfigError(f"signals must be an array, got {type(array)}: {error}.") from None
         if self.array.dim() != 2:
             raise ConfigError(
-                f"signals of shape {tuple(self.array.shape)}; give rows by channels, two dimensions"
+                "signals must have two dimensions, rows and channels, got shape "
+                f"{tuple(self.array.shape)}."
             )
 
     @property
@@ -75,8 +76,8 @@ class FileSignals:
         row = self.channels * stored.itemsize
         if (size := self.path.stat().st_size) % row:
             raise ConfigError(
-                f"{self.path} has {size} bytes, which are not whole rows of {self.channels} "
-                f"{self.dtype}; say how many channels it has"
+                f"{self.path} has {size} bytes, which is not a whole number of rows of "
+                f"{self.channels} {self.dtype}. Pass the right number of channels."
             )
         # One buffer for all: who keeps a chunk copies it. A GPU copies from memory that stays in
         # its place by itself; else a processor does, half as fast as it reads the file.

@@ -81,7 +81,8 @@ class RunningStatistics:
         """Return what was seen."""
         if self._shift is None or self._sum is None or self._squares is None or self._rows < 2:
             raise ConfigError(
-                f"{self._rows} rows of signals; give at least a few for each component"
+                f"signals must have at least a few rows per component, got {self._rows}. Give more "
+                "data."
             )
         offset = self._sum / self._rows
         # Half is left to products of channels about their mean: these squares are about a shift.
@@ -122,7 +123,7 @@ def check_finite(chunk: Tensor, *, first_row: int) -> None:
     if len(bad):
         row, channel = bad[0].tolist()
         raise ConfigError(
-            f"the signals have {len(bad)} numbers that are not finite, the first in row "
-            f"{first_row + row}, channel {channel}: the model computes them itself, and no "
-            "ica_dtype helps; look at its weights, or load it in a wider dtype"
+            f"The signals have {len(bad)} values that are not finite, the first in row "
+            f"{first_row + row}, channel {channel}. The model itself computes them, so ica_dtype "
+            "does not help. Check its weights, or load it in a wider dtype."
         )

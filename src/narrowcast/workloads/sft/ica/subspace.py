@@ -122,8 +122,8 @@ def principal_subspace(
     live = int((~signals.statistics.constant).sum())
     if components > min(live, rows - 1):
         raise ConfigError(
-            f"{components} components of {rows} rows and {live} channels that vary; ask for at "
-            f"most {min(live, rows - 1)}, or give more data"
+            f"components must be at most {min(live, rows - 1)} for {rows} rows and {live} channels "
+            f"that vary, got {components}. Write fewer components, or give more data."
         )
     width = min(components + OVERSAMPLE, channels)
     if channels <= max(FEW_CHANNELS, 4 * width):
@@ -133,8 +133,7 @@ def principal_subspace(
     rank = int((result.variances > RANK_TOLERANCE * result.variances[0]).sum())
     if rank < components:
         raise ConfigError(
-            f"{components} components were asked for, and the signals have {rank} independent "
-            f"directions; ask for at most {rank}"
+            f"components must be at most {rank}, the rank of the signals, got {components}."
         )
     # A channel that says nothing is in no direction, to the last bit.
     stored = (signals.factor != 0).to(result.basis)

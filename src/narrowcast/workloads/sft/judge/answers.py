@@ -63,8 +63,8 @@ def comparison_kind(
         for text, location in references:
             if number_in(text) is None:
                 raise ConfigError(
-                    f"{location}: its answer has no number to compare with; write "
-                    "eval_tasks.exact_match_by=text, or give each answer one"
+                    f"{location}: the answer has no number to compare. Write "
+                    "eval_tasks.exact_match_by=text, or put a number into each answer."
                 )
     return choice
 

@@ -21,12 +21,13 @@ class Accuracies:
         count = len(self.matrix)
         if not count or any(len(row) != count for row in self.matrix):
             raise ConfigError(
-                f"{count} rows of {[len(row) for row in self.matrix]} accuracies: give a row for "
-                "each task that was learnt, with an accuracy on every task"
+                "The matrix must have one row per learnt task, with one accuracy per task, got "
+                f"{count} rows of {[len(row) for row in self.matrix]} accuracies."
             )
         if self.baselines and len(self.baselines) != count:
             raise ConfigError(
-                f"{len(self.baselines)} baselines of {count} tasks: give one for each, or none"
+                f"baselines must be one per task or none, got {len(self.baselines)} for {count} "
+                "tasks."
             )
 
     @property
@@ -50,7 +51,7 @@ class Accuracies:
         NaN of a single task.
         """
         if not self.baselines:
-            raise ConfigError("forward transfer is measured from baselines; give one for each task")
+            raise ConfigError("Forward transfer needs baselines. Give one per task.")
         learnt = [row[t] for t, row in enumerate(self.matrix)]
         gained = [own - alone for own, alone in zip(learnt, self.baselines, strict=True)]
         return _mean(gained[1:])

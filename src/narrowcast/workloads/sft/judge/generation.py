@@ -100,14 +100,14 @@ def require_room(
     """Refuse prompts that are empty, or that leave no room for an answer."""
     room = context_length(model)
     if any(not prompt for prompt in prompts):
-        raise ConfigError("an empty prompt gives nothing to go on; give it at least one token")
+        raise ConfigError("The prompt is empty. Give it at least one token.")
     longest = max(map(len, prompts), default=0)
     if room is not None and longest + max_new_tokens > room:
         short = room - longest
-        advice = f"write eval_tasks.max_new_tokens={short}" if short > 0 else "leave such rows out"
+        advice = f"Write eval_tasks.max_new_tokens={short}." if short > 0 else "Remove such rows."
         raise ConfigError(
-            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} are more than the "
-            f"{room} tokens of the model; {advice}"
+            f"A prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the model's "
+            f"{room} tokens. {advice}"
         )
 
 

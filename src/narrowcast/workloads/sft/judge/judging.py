@@ -220,9 +220,8 @@ class Judge:
         length = section.perplexity_length or min(USUAL_LENGTH, room)
         if self._room is not None and section.texts and length > room:
             raise ConfigError(
-                f"eval_tasks.perplexity_length={length} is more than the {room} tokens of the "
-                "model; "
-                f"write eval_tasks.perplexity_length={room}"
+                f"eval_tasks.perplexity_length must be at most the model's {room} tokens, got "
+                f"{length}. Write eval_tasks.perplexity_length={room}."
             )
         most = section.perplexity_tokens
         matches: list[Window] = []
@@ -230,8 +229,8 @@ class Judge:
             tokens = encode(self._template.tokenizer, text.text)[:most]
             if len(tokens) < 2:
                 raise ConfigError(
-                    f"eval_tasks.perplexity: {text.path} has fewer than two tokens; give a "
-                    "longer text"
+                    f"eval_tasks.perplexity: {text.path} has fewer than two tokens. Give a longer "
+                    "text."
                 )
             matches += make_windows(tokens, length=length)
         return matches
@@ -254,12 +253,9 @@ class Judge:
         longest, most = len(question.prompt), self._section.max_new_tokens
         if self._room is not None and longest + most > self._room:
             raise ConfigError(
-                f"eval_tasks.exact_match: {question.location} has a prompt of {longest} tokens, "
-                "and "
-                "with "
-                f"eval_tasks.max_new_tokens={most} that is more than the {self._room} of the "
-                "model; "
-                "write fewer, or leave the row out"
+                f"eval_tasks.exact_match: {question.location} has a prompt of {longest} tokens; "
+                f"with eval_tasks.max_new_tokens={most} it exceeds the model's {self._room} "
+                "tokens. Write a smaller max_new_tokens, or remove the row."
             )
 
     def _samples(self, rows: TokenRows | None) -> list[Question]:
@@ -284,7 +280,6 @@ def _require_there(path: Path) -> None:
     except OSError as error:
         why = f"it cannot be read: {error.strerror}"
     raise ConfigError(
-        f"eval_tasks.exact_match={shown_path(path)}: {why}; write the path of a .json, .jsonl, "
-        ".csv or "
-        ".parquet file of questions with answers"
+        f"eval_tasks.exact_match={shown_path(path)}: {why}. Write the path of a .json, .jsonl, "
+        ".csv or .parquet file of questions with answers."
     )

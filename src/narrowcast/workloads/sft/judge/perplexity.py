@@ -47,8 +47,8 @@ def make_windows(tokens: Sequence[int], *, length: int, overlap: int = 1) -> lis
     """
     if not 1 <= overlap < length:
         raise ConfigError(
-            f"windows of {length} tokens that overlap by {overlap}: write an overlap of 1 to "
-            f"{length - 1}"
+            f"overlap must be between 1 and {length - 1} for windows of {length} tokens, got "
+            f"{overlap}."
         )
     last = max(len(tokens) - overlap, 1)
     return [
@@ -96,7 +96,10 @@ def perplexity_of_windows(
             total += _surprise(model(input_ids=ids, use_cache=False).logits, ids, known)
             count += sum(len(window.tokens) - window.known for window in batch)
     if not count:
-        raise ConfigError("a text of fewer than two tokens has nothing to predict; give a longer")
+        raise ConfigError(
+            "The text has fewer than two tokens, so there is nothing to predict. Give a longer "
+            "text."
+        )
     return Perplexity(float(total) / count, count)
 
 

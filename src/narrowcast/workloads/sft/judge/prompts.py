@@ -51,9 +51,8 @@ def make_question(conversation: Conversation, template: Template) -> Question:
     *before, last = conversation.turns
     if last.role != "assistant" or not last.text.strip():
         raise ConfigError(
-            f"{conversation.location}: it does not end with an answer to compare with; give rows "
-            "of "
-            "questions with answers"
+            f"{conversation.location} must end with an answer to compare with. Give rows of "
+            "questions with answers."
         )
     requested = Conversation((*before, Turn("assistant", ANSWER)), conversation.location)
     return Question(_tokens_before(requested, template), last.text, conversation.location)
@@ -104,8 +103,8 @@ def _known(rows: Iterable[Row]) -> Iterator[Row]:
         if detected(row.values) is None:
             columns = shortened(", ".join(map(str, row.values)) or "none", 200)
             raise ConfigError(
-                f"{row.location} has the columns {columns}, which are no known format; call them "
-                "question and answer"
+                f"{row.location} has no known format, got the columns {columns}. Name them "
+                "question and answer."
             )
         yield row
 
@@ -150,8 +149,8 @@ def _placed(conversation: Conversation, template: Template) -> tuple[list[Piece]
     places = [n for n, piece in enumerate(pieces) if piece.learnt and ANSWER in piece.text]
     if not places:
         raise ConfigError(
-            "the tokenizer's chat template does not write a response as it is; write "
-            "data.template_format=chatml"
+            "The tokenizer's chat template changes the text of responses. Write "
+            "data.template_format=chatml."
         )
     return pieces, places[-1]
 

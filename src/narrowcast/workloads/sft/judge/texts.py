@@ -30,7 +30,7 @@ def read_texts(names: tuple[str, ...], *, most_bytes: int) -> list[Text]:
             problems.add(str(error))
     if problems:
         lines = [f"eval_tasks.perplexity: {line}" for line in problems.lines()]
-        advice = "write eval_tasks.perplexity=FILE, a path or glob of UTF-8 text"
+        advice = "Write eval_tasks.perplexity=FILE, a path or glob of UTF-8 text."
         raise ConfigError("\n".join([*lines, advice]))
     return matches
 
@@ -60,16 +60,16 @@ def _beginning(path: Path, most_bytes: int) -> str:
             while data and (more := file.peek(1)[:1]) and more[0] & 0xC0 == 0x80:
                 data += file.read(1)
     except OSError as error:
-        raise ConfigError(f"{shown} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{shown} cannot be read: {error.strerror}.") from error
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{shown} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}; convert "
-            "it (iconv -f latin1 -t utf-8), or unpack it if it is compressed"
+            f"{shown} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}. Convert "
+            "it (iconv -f latin1 -t utf-8), or decompress it."
         ) from error
     if "\0" in text:
-        raise ConfigError(f"{shown} is a binary file: a zero byte at {data.index(0)}")
+        raise ConfigError(f"{shown} is a binary file: zero byte at {data.index(0)}.")
     if not text.strip():
-        raise ConfigError(f"{shown} holds nothing but blanks" if data else f"{shown} is empty")
+        raise ConfigError(f"{shown} has only whitespace." if data else f"{shown} is empty.")
     return text

@@ -93,9 +93,10 @@ def check_merge(settings: SftModel, lora: LoraSection) -> None:
     """Refuse at once what could not be done at the end."""
     if settings.base_dtype in BITSANDBYTES and lora.merge_adapter_with_base:
         raise ConfigError(
-            f"lora.merge_adapter_with_base=true: model.base_dtype={settings.base_dtype} is kept by "
-            "bitsandbytes, and the sum would be rounded to its few bits again; write "
-            "lora.merge_adapter_with_base=false, or model.base_dtype=e4m3 or bf16"
+            "lora.merge_adapter_with_base=true is not possible with "
+            f"model.base_dtype={settings.base_dtype}: bitsandbytes would quantize the merged "
+            "weights again. Write lora.merge_adapter_with_base=false, or model.base_dtype=e4m3 or "
+            "bf16."
         )
 
 

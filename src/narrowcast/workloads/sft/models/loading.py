@@ -53,16 +53,17 @@ def locate_model(name: str) -> ModelLocation:
         return _in_folder(name, path)
     if path.suffix == GGUF:
         if result != "file":
-            raise ConfigError(f"model.path={name}: there is no such file")
+            raise ConfigError(f"model.path={name} does not exist.")
         return ModelLocation(name=name, folder=str(path.parent), gguf=path.name)
     if result == "file":
         raise ConfigError(
-            f"model.path={name} is a file; give the folder that holds config.json, or a .gguf file"
+            f"model.path={name} is a file. Give the folder that contains config.json, or a .gguf "
+            "file."
         )
     if name.startswith(".") or not ON_THE_HUB.fullmatch(name):
         raise ConfigError(
-            f"model.path={name}: there is no such folder; give a folder with a model, a .gguf "
-            f"file, a name on the Hugging Face Hub as owner/name, or {TINY}"
+            f"model.path={name} does not exist. Give a folder with a model, a .gguf file, a name "
+            f"on the Hugging Face Hub as owner/name, or {TINY}."
         )
     return ModelLocation(name=name, folder=name)
 
@@ -98,8 +99,8 @@ def _tokenizer(name: str, *, trust_remote_code: bool) -> Any:
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         # Of some families transformers makes an empty one, without a word.
         raise ConfigError(
-            f"model.path={name} has no tokenizer that reads a letter; put its tokenizer.json and "
-            "tokenizer_config.json beside config.json"
+            f"model.path={name} has no working tokenizer. Put tokenizer.json and "
+            "tokenizer_config.json next to config.json."
         )
     return tokenizer
 
@@ -186,31 +187,32 @@ def _in_folder(name: str, path: Path) -> ModelLocation:
         if any((path / each).exists() for each in PICKLED):
             raise ConfigError(
                 f"model.path={name} has its weights in pytorch_model.bin, a pickle, which can run "
-                "any code; save it as safetensors (save_pretrained of transformers does)"
+                "arbitrary code. Save the model as safetensors (save_pretrained of transformers "
+                "does)."
             )
         if not matches:
             raise ConfigError(
-                f"model.path={name} has a config.json and no weights; put its .safetensors files "
-                "beside it"
+                f"model.path={name} has a config.json but no weights. Put its .safetensors files "
+                "next to it."
             )
     match matches:
         case [only]:
             return ModelLocation(name=name, folder=str(path), gguf=only)
         case [] if any(path.glob("tok*.bin")):
             raise UnsupportedError(
-                f"model.path={name} holds a model of llama2.c, which fine-tuning and ica do not "
-                "read. Give it as a folder of transformers: save_pretrained of the model and of "
-                "its tokenizer."
+                f"model.path={name} is a llama2.c model, which fine-tuning and ica do not support. "
+                "Convert it to transformers: call save_pretrained of the model and of its "
+                "tokenizer."
             )
         case []:
             raise ConfigError(
-                f"model.path={name} holds no model: it has neither a config.json nor a .gguf "
-                "file; give the folder that save_pretrained of transformers writes"
+                f"model.path={name} has no model: there is neither a config.json nor a .gguf file. "
+                "Give a folder written by save_pretrained of transformers."
             )
         case _:
             raise ConfigError(
-                f"model.path={name} holds {len(matches)} models, {', '.join(matches)}; name one: "
-                f"model.path={path / matches[0]}"
+                f"model.path={name} has {len(matches)} models: {', '.join(matches)}. Write one, "
+                f"such as model.path={path / matches[0]}."
             )
 
 
@@ -222,17 +224,19 @@ def _loaded(load: Callable[[], _Loaded], what: str) -> _Loaded:
     except ImportError as error:
         if "gguf" in str(error).lower():
             require_modules(["gguf", "accelerate"], of=what, install="gguf accelerate")
-        raise UnsupportedError(f"{what} needs what is not installed: {_line(error)}") from error
+        raise UnsupportedError(
+            f"{what} needs a package that is not installed: {_line(error)}."
+        ) from error
     except Exception as error:  # whatever transformers makes of strange files
         if _is_offline(error):
             raise UnsupportedError(
-                f"{what} is no folder here, and the Hugging Face Hub cannot be reached or has no "
-                "such model; download the model where there is a network, and write "
-                "model.path=FOLDER"
+                f"{what} is not a local folder, and the Hugging Face Hub is not reachable or has "
+                "no such model. Download the model on a machine with network access, and write "
+                "model.path=FOLDER."
             ) from error
         raise ConfigError(
-            f"{what} cannot be loaded: {_line(error)}; give a folder that "
-            "AutoModelForCausalLM.from_pretrained of transformers loads"
+            f"{what} cannot be loaded: {_line(error)}. Give a folder that "
+            "AutoModelForCausalLM.from_pretrained of transformers loads."
         ) from error
 
 
@@ -257,8 +261,8 @@ def _check_weights_exist(name: str, info: Any) -> None:
     if lacking:
         more = f" and {len(lacking) - 1:,} others" if len(lacking) > 1 else ""
         raise ConfigError(
-            f"model.path={name}: its files lack {sorted(lacking)[0]}{more}, or have it in another "
-            "shape, and it would begin as noise; give the folder of a whole model"
+            f"model.path={name}: the files have no {sorted(lacking)[0]}{more}, or not in the right "
+            "shape, so it would be randomly initialised. Give the folder of a complete model."
         )
 
 

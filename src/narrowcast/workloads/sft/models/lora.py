@@ -33,8 +33,8 @@ def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
             adapted = peft.get_peft_model(model, config)
         except ValueError as error:
             raise UnsupportedError(
-                f"peft cannot add adapters to {', '.join(targets)}: {shortened(str(error), 300)}; "
-                "name other layers in lora.lora_target_modules"
+                f"peft cannot add adapters to {', '.join(targets)}: {shortened(str(error), 300)}. "
+                "Write other layers in lora.lora_target_modules."
             ) from error
     return adapted.train()
 
@@ -49,9 +49,9 @@ def _check_not_tied(model: Any, targets: Sequence[str]) -> None:
         if tied and len(names) > 1:
             others = ", ".join(name for name in names if name != tied[0])
             raise ConfigError(
-                f"lora.merge_adapter_with_base=true: {tied[0]} shares its weight with {others}, "
-                f"which would be changed too; leave {tied[0].rpartition('.')[2]} out of "
-                "lora.lora_target_modules, or the merge"
+                f"lora.merge_adapter_with_base=true would also change {others}, whose weight is "
+                f"tied to {tied[0]}. Remove {tied[0].rpartition('.')[2]} from "
+                "lora.lora_target_modules, or write lora.merge_adapter_with_base=false."
             )
 
 
@@ -88,15 +88,15 @@ def _targets(model: Any, settings: LoraSection) -> tuple[str, ...]:
     if not settings.targets:
         if not known:
             raise UnsupportedError(
-                f"{type(model).__name__} has no linear layer beside its head to give an adapter "
-                "to; write model.tune=full"
+                f"{type(model).__name__} has no linear layers besides its head to add adapters to. "
+                "Write model.tune=full."
             )
         return tuple(known)
     names = [name for name, _ in model.named_modules()]
     for target in settings.targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             raise ConfigError(
-                f"lora.lora_target_modules: no layer is called {target}; the linear layers are "
-                f"called {', '.join(known)}"
+                f"lora.lora_target_modules must name linear layers, got {target}. The linear "
+                f"layers are {', '.join(known)}."
             )
     return settings.targets

@@ -66,12 +66,10 @@ def check_mergeable(model: Any) -> None:
     matches = sorted(kinds & {"Linear8bitLt", "Linear4bit"})
     if matches:
         raise UnsupportedError(
-            "adapters cannot be merged into a base that bitsandbytes keeps "
-            f"({', '.join(matches)}): "
-            "the sum would be rounded to its few bits again; keep the adapter "
-            "(lora.merge_adapter_with_base=false), or load the base in 16 bits "
-            "(model.base_dtype=bf16) "
-            "and merge the adapter into that"
+            "Adapters cannot be merged into a base quantized by bitsandbytes "
+            f"({', '.join(matches)}): the merged weights would be quantized again. Keep the "
+            "adapter (lora.merge_adapter_with_base=false), or load the base in 16 bits "
+            "(model.base_dtype=bf16) and merge into that."
         )
 
 
@@ -79,19 +77,18 @@ def _check_bitsandbytes(base: str, device: torch.device) -> None:
     instead = "write model.base_dtype=e4m3, which runs anywhere in 8 bits, or model.base_dtype=bf16"
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UnsupportedError(
-            f"model.base_dtype={base} needs bitsandbytes, which is not installed; "
-            f"write pip install bitsandbytes, or {instead}"
+            f"model.base_dtype={base} needs bitsandbytes, which is not installed. Run pip install "
+            f"bitsandbytes, or {instead}."
         )
     try:
         result: Any = importlib.import_module("bitsandbytes")
     except (ImportError, OSError, RuntimeError) as error:
         raise UnsupportedError(
-            f"model.base_dtype={base} needs bitsandbytes, which cannot be imported here: "
-            f"{shortened(str(error), 200)}; install one for this machine, or {instead}"
+            f"model.base_dtype={base} needs bitsandbytes, which cannot be imported: "
+            f"{shortened(str(error), 200)}. Install a build for this machine, or {instead}."
         ) from error
     if device.type not in {"meta", *getattr(result, "supported_torch_devices", ("cuda",))}:
         raise UnsupportedError(
-            f"model.base_dtype={base} was asked for, and bitsandbytes has nothing for "
-            f"{device.type}; "
-            f"{instead}"
+            f"model.base_dtype={base} is not supported by bitsandbytes on {device.type}. Instead, "
+            f"{instead}."
         )

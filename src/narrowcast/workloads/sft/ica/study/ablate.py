@@ -188,13 +188,13 @@ def _check_sample_size(documents: Sequence[Document], share: float) -> None:
             )
     if len(documents) < 2:
         raise ConfigError(
-            f"{len(documents)} documents say nothing of how much chance there is in a loss; give "
-            "more, or a smaller --max-length, which cuts a text into more of them"
+            f"The interval of a loss needs more documents, got {len(documents)}. Give more, or a "
+            "smaller --max-length, which splits a text into more documents."
         )
     if empty := [i for i, each in enumerate(documents) if not learnt(each)]:
-        raise ConfigError(f"document {empty[0]} has no token to predict; leave it out")
+        raise ConfigError(f"Document {empty[0]} has no token to predict. Leave it out.")
     if not 0 < check_number("share", share, "a number above 0 and up to 1") <= 1:
-        raise ConfigError(f"a random share of {share}; write one above 0 and up to 1")
+        raise ConfigError(f"The random share must be above 0 and at most 1, got {share}.")
 
 
 def _points(count: int) -> list[int]:

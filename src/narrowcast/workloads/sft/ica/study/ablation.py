@@ -187,15 +187,19 @@ def load_ablation(path: Path) -> Ablation:
     try:
         value = strict_json.loads(read_plain(path).decode())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except (json.JSONDecodeError, UnicodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
+        raise ConfigError(f"{path} is not JSON: {error}.") from None
     if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
-        raise ConfigError(f"{path} is no ablation; `narrowcast ica ablate` writes one")
+        raise ConfigError(
+            f"{path} is not an ablation. Use a file written by `narrowcast ica ablate`."
+        )
     try:
         return _read(value, Ablation)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is no whole ablation ({error!r}); make it again") from None
+        raise ConfigError(
+            f"{path} is not a complete ablation ({error!r}). Run `narrowcast ica ablate` again."
+        ) from None
 
 
 def _read(value: Any, kind: type[_Value]) -> _Value:

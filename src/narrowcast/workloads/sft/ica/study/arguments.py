@@ -22,7 +22,9 @@ def device_named(name: str) -> str:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         text = str(error).splitlines()[0]
-        raise ConfigError(f"--device {name}: {text}; write auto, cpu or cuda") from None
+        raise ConfigError(
+            f"--device {name} is not available: {text}. Write auto, cpu or cuda."
+        ) from None
     return name
 
 
@@ -33,9 +35,9 @@ def make_selector(options: Mapping[str, Any]) -> "Selector":
     named = [name for name in ("percentile", "zscore", "top_k") if options[name] is not None]
     if len(named) > 1:
         terms = " and ".join(f"--{name.replace('_', '-')}" for name in named)
-        raise ConfigError(f"{terms} select channels in different ways; keep one")
+        raise ConfigError(f"{terms} cannot be combined. Keep one.")
     if options["two_sided"] and options["zscore"] is None:
-        raise ConfigError("--two-sided is for --zscore; write that, or leave it out")
+        raise ConfigError("--two-sided needs --zscore. Add --zscore, or leave --two-sided out.")
     if options["zscore"] is not None:
         return ZScore(options["zscore"], two_sided=options["two_sided"])
     if options["top_k"] is not None:
@@ -50,7 +52,9 @@ def numbers_in(text: str | None) -> list[int] | None:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--components {text}: write numbers with commas, such as 0,2") from None
+        raise ConfigError(
+            f"--components must be numbers separated by commas, such as 0,2, got {text}."
+        ) from None
 
 
 def output_path(name: str) -> Path:
@@ -58,7 +62,7 @@ def output_path(name: str) -> Path:
     path = expand_path(name)
     if path.is_dir() or not path.parent.is_dir():
         why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ConfigError(f"{name} cannot be written: {why}; name a file in a folder that is there")
+        raise ConfigError(f"{name} cannot be written: {why}. Write a file in an existing folder.")
     return path
 
 
@@ -67,4 +71,4 @@ def write(path: Path, text: str) -> None:
     try:
         replace_file(path, text.encode())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {explain_write_error(error)}") from None
+        raise ConfigError(f"{path} cannot be written: {explain_write_error(error)}.") from None

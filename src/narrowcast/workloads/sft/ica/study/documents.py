@@ -51,7 +51,9 @@ def draw_documents(
     """
     plain = [expand_path(path).suffix.lower() in TEXT for path in paths]
     if not paths or (any(plain) and not all(plain)):
-        raise ConfigError("give texts (.txt) or rows (.json, .jsonl, .csv, .parquet), not both")
+        raise ConfigError(
+            "Give either texts (.txt) or rows (.json, .jsonl, .csv, .parquet), not both."
+        )
     notes: tuple[str, ...] = ()
     if all(plain):
         rows = [row for path in paths for row in _windows(expand_path(path), tokenizer, max_length)]
@@ -67,7 +69,7 @@ def check_documents(paths: Sequence[str]) -> None:
     """Raise if a local file is missing, before a model is loaded or downloaded."""
     local = [p for p in paths if expand_path(p).suffix.lower() in TEXT or not may_be_on_the_hub(p)]
     if missing := missing_files(local):
-        raise ConfigError(f"{missing[0]} cannot be read: no such file; write an existing path")
+        raise ConfigError(f"{missing[0]} does not exist. Write an existing path.")
 
 
 def document(ids: Sequence[int], learnt: Sequence[bool] | None = None) -> Document:
@@ -96,8 +98,8 @@ def check_tokens(documents: Sequence[Document], model: Any) -> None:
     highest = max(int(each["input_ids"].max()) for each in documents)
     if highest >= table:
         raise ConfigError(
-            f"the tokenizer gives token {highest}, and the model has embeddings of {table}; use "
-            "the tokenizer that belongs to the model"
+            f"The tokenizer returns token {highest}, but the model has {table} embeddings. Use the "
+            "tokenizer of this model."
         )
 
 
@@ -105,14 +107,16 @@ def _windows(path: Path, tokenizer: Any, length: int) -> list[Document]:
     try:
         text = read_plain(path).decode()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text in UTF-8: {error}") from None
+        raise ConfigError(f"{path} is not UTF-8 text: {error}.") from None
     ids = tokenizer(text, verbose=False)["input_ids"]
     windows = [ids[start : start + length] for start in range(0, len(ids), length)]
     matches = [document(each) for each in windows if len(each) > 1]
     if not matches:
-        raise ConfigError(f"{path} has {len(ids)} tokens; give a text of two or more")
+        raise ConfigError(
+            f"{path} must have at least two tokens, got {len(ids)}. Give a longer text."
+        )
     return matches
 
 
