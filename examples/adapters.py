@@ -1,6 +1,6 @@
-"""Adapters of peft beside a base in e4m3, in a loop of your own with a Hugging Face model.
+"""LoRA adapters (peft) on a frozen fp8 base, in your own loop with a Hugging Face model.
 
-Run: python examples/adapters.py [FOLDER OF A MODEL]
+Run: python examples/adapters.py [MODEL FOLDER]
 """
 
 import sys
@@ -19,12 +19,12 @@ else:  # a small one that needs no download
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, vocab_size=256))
 model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
 
-kept = nc.quantize_frozen(model)  # one byte a weight, a scale for each row
-print(f"{len(kept)} layers kept in e4m3, the worst with {min(kept.values()):.1f} dB")
+snr_db = nc.quantize_frozen(model)  # one byte per weight, one scale per row
+print(f"{len(snr_db)} layers in e4m3, lowest SNR {min(snr_db.values()):.1f} dB")
 
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 run = nc.prepare(model, optimizer, policy="bf16", clip_norm=1.0)
-text = torch.arange(64).repeat(4, 1)  # something that can be learnt
+text = torch.arange(64).repeat(4, 1)  # a sequence the model can learn
 for step in range(40):
     with run.autocast():
         loss = model(input_ids=text, labels=text).loss
@@ -34,5 +34,5 @@ for step in range(40):
         print(f"step {step}: loss {loss.item():.3f}")
 
 run.release()
-nc.dequantize_frozen(model)  # plain layers again, with what e4m3 kept of them
+nc.dequantize_frozen(model)  # back to plain layers, rounded to e4m3
 model.merge_and_unload()

@@ -1,4 +1,4 @@
-"""Three lines make a training loop of your own safe in fp16, with any torch optimizer.
+"""A training loop in fp16 with any torch optimizer; one bad batch is skipped.
 
 Run: python examples/drop_in.py [adamw|sgd|adafactor]
 """
@@ -22,7 +22,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
 run = nc.prepare(model, optimizer, policy="fp16", clip_norm=1.0, scheduler=scheduler)
 
 inputs = torch.randn(4096, 64)
-labels = inputs[:, :10].argmax(1)  # something that can be learnt
+labels = inputs[:, :10].argmax(1)  # a function the model can learn
 accumulate = 2
 for step in range(60):
     for rows in torch.randint(0, 4096, (accumulate, 128)):

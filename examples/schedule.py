@@ -15,7 +15,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
 run = nc.prepare(model, optimizer, policy="fp32", clip_norm=1.0, scheduler=scheduler)
 
 inputs = torch.randn(4096, 64)
-labels = inputs[:, :16].argmax(1)  # something that can be learnt
+labels = inputs[:, :16].argmax(1)  # a function the model can learn
 phases = {10: "fp8-delayed", 50: "bf16, params=bf16, master=split"}
 for step in range(60):
     if step in phases:
@@ -23,7 +23,7 @@ for step in range(60):
         before = run.fp32_state_dict()["0.weight"].clone()
         for change in run.set_policy(planned):
             print(f"step {step + 1}: {change.module}: {change.before} → {change.after}")
-        assert torch.equal(run.fp32_state_dict()["0.weight"], before)  # to the last bit
+        assert torch.equal(run.fp32_state_dict()["0.weight"], before)  # bit-exact
     rows = torch.randint(0, 4096, (128,))
     with run.autocast():
         loss = F.cross_entropy(model(inputs[rows]), labels[rows])

@@ -60,6 +60,6 @@ def test_a_recipe_is_planned_trained_and_reported_from_python(tmp_path):
 
 def test_adapters_beside_a_base_in_e4m3_learn(run_example):
     output = run_example("adapters.py")
-    assert re.search(r"^14 layers kept in e4m3, the worst with 3[01]\.\d dB", output, re.M)
+    assert re.search(r"^14 layers in e4m3, lowest SNR 3[01]\.\d dB", output, re.M)
     first, *_, last = map(float, re.findall(r"loss (\S+)", output))
     assert last < 0.85 * first
