@@ -9,7 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MEDIAN_WORDS, LONG_WORDS = 18, 32
 """Limits per page: of the median sentence, and of the 90th percentile."""
-FOLDERS = ("docs/start", "docs/migrate", "docs/guides", "docs/benchmarks")
+FOLDERS = (
+    "docs/start", "docs/migrate", "docs/guides", "docs/concepts", "docs/workloads",
+    "docs/benchmarks",
+)  # fmt: skip
 SINGLE_PAGES = ("README.md", "docs/troubleshooting.md")
 """Pages outside of the folders."""
 PAGES = [page for name in FOLDERS for page in sorted((ROOT / name).rglob("*.md"))]
