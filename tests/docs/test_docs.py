@@ -146,7 +146,7 @@ def test_every_link_inside_the_project_leads_somewhere(docs, page):
 
 def test_every_page_is_in_the_navigation(docs):
     navigation = (docs.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = set(re.findall(r"- ([\w/.-]+\.md)$", navigation, re.MULTILINE))
+    listed = set(re.findall(r"- (?:Home: )?([\w/.-]+\.md)$", navigation, re.MULTILINE))
     assert listed == {page.relative_to(docs.DOCS).as_posix() for page in docs.DOCS.rglob("*.md")}
 
 
