@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from narrowcast.runs import describe_machine
 from narrowcast.workloads.genomics.models import transforms
 from narrowcast.workloads.genomics.models.blocks import Attention
-from narrowcast.workloads.genomics.models.config import GenomicConfig
+from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
 from narrowcast.workloads.genomics.models.convolution import gated_convolution
 from narrowcast.workloads.genomics.models.heads import NextTokenHead
 from narrowcast.workloads.genomics.models.hyena import HyenaOperator
@@ -237,7 +237,7 @@ def errors(length: int, setting: Setting) -> list[dict[str, Any]]:
 
 def whole_model(device: str, *, quick: bool) -> dict[str, Any]:
     """Take one step of the preset `long` over one row as long as it may be."""
-    config = GenomicConfig.preset("tiny" if quick else "long", vocab_size=16, causal=True)
+    config = GenomicConfig(vocab_size=16, causal=True, **PRESETS["tiny" if quick else "long"])
     length = config.max_length
     torch.manual_seed(0)
     with torch.device(device):

@@ -25,7 +25,7 @@ from narrowcast.runs import describe_machine
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
 from narrowcast.workloads.genomics.sequences.coding import orfs, translate
 from narrowcast.workloads.genomics.sequences.operations import kmer_counts, reverse_complement
-from narrowcast.workloads.genomics.sequences.readers import read_records
+from narrowcast.workloads.genomics.sequences.readers.reading import read_records
 from narrowcast.workloads.genomics.sequences.tokenizers import ByteTokenizer, KmerTokenizer
 
 BASES, RECORDS, LENGTH = 5_000_000, 200_000, 100

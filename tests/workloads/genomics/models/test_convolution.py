@@ -8,7 +8,7 @@ from hypothesis.strategies import booleans, integers
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.models import transforms
-from narrowcast.workloads.genomics.models.convolution import fft_convolution, gated_convolution
+from narrowcast.workloads.genomics.models.convolution import gated_convolution
 from narrowcast.workloads.genomics.models.transforms import fast_length
 
 
@@ -35,7 +35,7 @@ def test_equals_the_direct_sum_at_any_length(rows, channels, length, taps, chunk
     taps = taps if causal else 2 * taps - 1
     u = torch.randn(rows, channels, length, dtype=torch.float64, generator=generator)
     filters = torch.randn(channels, taps, dtype=torch.float64, generator=generator)
-    found = fft_convolution(u, filters, causal=causal, chunk=chunk or None)
+    found = gated_convolution(u, filters, causal=causal, chunk=chunk or None)
     torch.testing.assert_close(found, direct(u, filters, causal=causal), rtol=0, atol=1e-10)
 
 
@@ -44,7 +44,7 @@ def test_equals_the_direct_sum_over_thousands_of_letters(causal):
     torch.manual_seed(0)
     u = torch.randn(2, 3, 1201, dtype=torch.float64)
     filters = torch.randn(3, 1201 if causal else 2401, dtype=torch.float64) / 50
-    found = fft_convolution(u, filters, causal=causal)
+    found = gated_convolution(u, filters, causal=causal)
     torch.testing.assert_close(found, direct(u, filters, causal=causal), rtol=0, atol=1e-10)
 
 
@@ -80,7 +80,7 @@ def test_gates_and_bias_are_where_they_are_said_to_be():
 def test_sixteen_bits_are_transformed_in_fp32_and_rounded_once(dtype):
     torch.manual_seed(0)
     u, filters = torch.randn(2, 8, 1000).to(dtype), torch.randn(8, 1000) / 30
-    found = fft_convolution(u, filters)
+    found = gated_convolution(u, filters)
     assert found.dtype == dtype
     exact = direct(u.double(), filters.double(), causal=True)
     # Half a spacing of the format, and the errors of sums of a thousand products in fp32.
@@ -101,8 +101,8 @@ def test_only_what_came_in_is_kept_for_the_backward_pass():
 def test_compiles_into_one_graph_with_equal_gradients():
     torch.manual_seed(0)
     u, filters = torch.randn(2, 4, 50, requires_grad=True), torch.randn(4, 50, requires_grad=True)
-    plain = torch.autograd.grad(fft_convolution(u, filters).square().sum(), (u, filters))
-    compiled = torch.compile(fft_convolution, fullgraph=True, backend="aot_eager")
+    plain = torch.autograd.grad(gated_convolution(u, filters).square().sum(), (u, filters))
+    compiled = torch.compile(gated_convolution, fullgraph=True, backend="aot_eager")
     again = torch.autograd.grad(compiled(u, filters).square().sum(), (u, filters))
     torch.testing.assert_close(plain, again)
 
@@ -119,7 +119,7 @@ def test_a_fast_length_is_long_enough_and_has_small_factors(length):
 
 def test_a_two_sided_filter_without_a_middle_is_refused():
     with pytest.raises(ConfigError, match="odd number of taps"):
-        fft_convolution(torch.ones(1, 1, 4), torch.ones(1, 4), causal=False)
+        gated_convolution(torch.ones(1, 1, 4), torch.ones(1, 4), causal=False)
 
 
 def test_pieces_of_any_size_give_the_same(monkeypatch):

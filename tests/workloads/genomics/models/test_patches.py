@@ -1,6 +1,5 @@
 """Patches against loops that cut one letter at a time."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, integers, lists
@@ -9,7 +8,6 @@ from narrowcast.workloads.genomics.models.patches import (
     bounded,
     cut_at,
     every,
-    in_doubt,
 )
 
 
@@ -69,10 +67,3 @@ def test_pooling_is_the_mean_of_a_patch_and_spreading_gives_it_back():
     shifted = patches.spread(pooled, shifted=True)
     torch.testing.assert_close(shifted[0, 4], pooled[0, 0])
     assert not shifted[:, :3].any()
-
-
-@pytest.mark.parametrize(("rises", "expected"), [(False, [0, 1, 1, 0]), (True, [0, 1, 0, 0])])
-def test_doubt_is_an_entropy_above_a_threshold_or_its_rise(rises, expected):
-    entropy = torch.tensor([[0.1, 1.5, 1.6, 0.2]])
-    found = in_doubt(entropy, threshold=1.0, rises=rises)
-    assert found[0].int().tolist() == expected

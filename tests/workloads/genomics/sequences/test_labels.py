@@ -1,4 +1,3 @@
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,13 @@ from narrowcast.workloads.genomics.sequences.labels import (
     IGNORE,
     base_labels,
     base_values,
-    class_label,
     letter_labels,
-    number_label,
     reversed_labels,
     token_labels,
 )
-from narrowcast.workloads.genomics.sequences.readers import Record, read_records
-from narrowcast.workloads.genomics.sequences.tokenizers import ByteTokenizer, KmerTokenizer
+from narrowcast.workloads.genomics.sequences.readers.reading import read_records
+from narrowcast.workloads.genomics.sequences.readers.record import Record
+from narrowcast.workloads.genomics.sequences.tokenizers import KmerTokenizer
 
 
 def feature(kind, *parts):
@@ -67,31 +65,23 @@ def test_labels_of_the_other_strand_exchange_strands():
     np.testing.assert_array_equal(twice, labels)
 
 
-@given(
-    labels=st.lists(st.integers(0, 3), max_size=40),
-    k=st.integers(1, 5),
-    rule=st.sampled_from(["centre", "majority"]),
-    data=st.data(),
-)
-def test_labels_on_tokens_are_those_of_their_own_letters(labels, k, rule, data):
+@given(labels=st.lists(st.integers(0, 3), max_size=40), k=st.integers(1, 5), data=st.data())
+def test_labels_on_tokens_are_those_of_their_own_letters(labels, k, data):
     tokenizer = KmerTokenizer(DNA, k, data.draw(st.integers(0, k - 1)))
     letters = data.draw(st.text("ACGTN", min_size=len(labels), max_size=len(labels)))
-    spans = tokenizer.token_spans(tokenizer.encode(letters, special=True))
-    laid = token_labels(np.array(labels, dtype=np.int64), spans, rule=rule)
-    assert laid[0] == laid[-1] == IGNORE
-    for label, start, end in list(zip(laid, *spans, strict=True))[1:-1]:
+    ids = np.concatenate(([tokenizer.pad_id], tokenizer.encode(letters)))
+    spans = tokenizer.token_spans(ids)
+    laid = token_labels(np.array(labels, dtype=np.int64), spans)
+    assert laid[0] == IGNORE
+    for label, start, end in list(zip(laid, *spans, strict=True))[1:]:
         own = labels[start:end]
-        if rule == "centre":
-            assert label == own[(len(own) - 1) // 2]
-        else:
-            most = max(Counter(own).values())
-            assert label == min(each for each, count in Counter(own).items() if count == most)
+        assert label == own[(len(own) - 1) // 2]
 
 
 @given(labels=st.lists(st.integers(0, 3), min_size=1, max_size=40))
 def test_labels_of_single_letters_come_back(labels):
     labels = np.array(labels)
-    spans = ByteTokenizer(DNA).spans(len(labels))
+    spans = np.arange(len(labels)), np.arange(len(labels)) + 1
     np.testing.assert_array_equal(token_labels(labels, spans), labels)
     np.testing.assert_array_equal(base_values(labels, spans, len(labels)), labels)
 
@@ -99,7 +89,8 @@ def test_labels_of_single_letters_come_back(labels):
 @given(length=st.integers(1, 40), k=st.integers(1, 5), data=st.data())
 def test_a_base_takes_the_value_of_the_nearest_token(length, k, data):
     overlap = data.draw(st.integers(0, k - 1))
-    starts, ends = KmerTokenizer(DNA, k, overlap).spans(length)
+    tokenizer = KmerTokenizer(DNA, k, overlap)
+    starts, ends = tokenizer.token_spans(tokenizer.encode("A" * length))
     found = base_values(np.arange(len(starts)), (starts, ends), length)
     middles = (starts + ends - 1) / 2
     expected = [int(np.argmin(np.abs(middles - base))) for base in range(length)]
@@ -108,7 +99,7 @@ def test_a_base_takes_the_value_of_the_nearest_token(length, k, data):
 
 def test_too_few_labels_are_refused():
     with pytest.raises(ConfigError, match="tokens reach letter 5, got 4 labels"):
-        token_labels(np.zeros(4, dtype=np.int64), ByteTokenizer(DNA).spans(5))
+        token_labels(np.zeros(4, dtype=np.int64), (np.arange(5), np.arange(5) + 1))
 
 
 def record(**fields):
@@ -143,18 +134,6 @@ def test_a_class_may_be_called_as_unknown_letters_are():
 def test_labels_that_do_not_fit_are_refused(value, message):
     with pytest.raises(ConfigError, match=message):
         letter_labels(record(labels=value), "labels", ["O", "G"])
-
-
-def test_labels_of_records():
-    one = record(label="G", number="2.5")
-    assert class_label(one, "label", ["O", "G"]) == 1
-    assert number_label(one, "number") == 2.5
-    with pytest.raises(ConfigError, match="record 3 has no column target, got label, number"):
-        class_label(one, "target", ["O", "G"])
-    with pytest.raises(ConfigError, match="record 3: label must be a finite number, got 'G'"):
-        number_label(one, "label")
-    with pytest.raises(ConfigError, match="record 3: label must be a finite number, got 'nan'"):
-        number_label(record(label="nan"), "label")
 
 
 def test_genes_of_a_real_genome_are_where_biopython_finds_them(shared):

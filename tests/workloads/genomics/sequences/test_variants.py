@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.genomics.sequences.readers import (
+from narrowcast.workloads.genomics.sequences.readers.vcf import (
     Variant,
     VariantColumns,
     read_variants,
@@ -68,12 +68,12 @@ def test_variants_that_do_not_fit_are_refused_with_file_and_record(given_variant
         list(variant_pairs([given_variant], reference("ACGT"), 8))
 
 
-def test_names_of_regions_and_given_positions_say_where_a_contig_begins(tmp_path):
+def test_names_of_regions_say_where_a_contig_begins(tmp_path):
     path = tmp_path / "r.fa"
-    path.write_text(">chr17:101-104\nacgt\n>part\nGGCC\n>M\nTT\n")
-    whole = Reference.read(path, {"part": 11})
+    path.write_text(">chr17:101-104\nacgt\n>M\nTT\n")
+    whole = Reference.read(path)
     assert [(c.chrom, c.first, c.last) for c in whole.contigs] == [
-        ("chr17", 101, 104), ("part", 11, 14), ("M", 1, 2),
+        ("chr17", 101, 104), ("M", 1, 2),
     ]  # fmt: skip
     assert whole.find_contig(variant(102, "C", "T", "17")).sequence == "ACGT"
     assert whole.find_contig(variant(1, "T", "G", "chrMT")).chrom == "M"

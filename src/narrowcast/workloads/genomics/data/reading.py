@@ -49,8 +49,8 @@ def read_rows(
 
 def _records(path: Path, data: GenomicData) -> Iterator[Record]:
     """Yield the records of a file; refuse one without letters, of which nothing can be said."""
-    alphabet, columns = ALPHABETS[data.alphabet], (data.sequence,)
-    for record in read_records(path, alphabet=alphabet, strict=data.strict, sequences=columns):
+    alphabet = ALPHABETS[data.alphabet]
+    for record in read_records(path, alphabet=alphabet, strict=data.strict, column=data.sequence):
         if not record.sequence:
             raise ConfigError(f"{record.location} has an empty sequence. Leave it out.")
         yield record
@@ -170,7 +170,7 @@ def _pair(record: Record, data: GenomicData) -> Row:
         return row
     alphabet = ALPHABETS[data.alphabet]
     cleaned = alphabet.clean(str(other), strict=data.strict, location=record.location)
-    return replace(row, alternative=cleaned.sequence)
+    return replace(row, alternative=cleaned)
 
 
 def _variant_windows(path: Path, data: GenomicData, skipped: Skipped | None) -> Iterator[Row]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from narrowcast.config.problems import shown_path
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.data.cutting import shortened
 from narrowcast.workloads.genomics.data.rows import Row
@@ -71,7 +70,7 @@ class Reader:
         for record in read_records(
             path,
             alphabet=self._run.alphabet,
-            sequences=(self._columns.sequence,),
+            column=self._columns.sequence,
             name=self._columns.name,
         ):
             if not record.sequence:
@@ -96,7 +95,7 @@ class Reader:
     def _pairs(self, path: Path) -> Iterator[Row]:
         columns, alphabet = self._columns, self._run.alphabet
         for record in read_records(
-            path, alphabet=alphabet, sequences=(columns.sequence,), name=columns.name
+            path, alphabet=alphabet, column=columns.sequence, name=columns.name
         ):
             other = record.fields.get(columns.alternative)
             if not isinstance(other, str) or not other or not record.sequence:
@@ -107,7 +106,7 @@ class Reader:
                 )
             yield Row(
                 sequence=record.sequence,
-                alternative=alphabet.clean(other, location=record.location).sequence,
+                alternative=alphabet.clean(other, location=record.location),
                 name=record.name or f"{record.number}",
                 location=record.location,
             )
@@ -116,15 +115,6 @@ class Reader:
         (fitted,), cut = shortened([row], self._run.info.max_length)
         self.cut += cut
         return fitted
-
-
-def check_output_differs(output: Path, *inputs: Path | None) -> None:
-    """Refuse to write over what is read."""
-    for path in inputs:
-        if path is not None and output.exists() and path.exists() and output.samefile(path):
-            raise ConfigError(
-                f"The output {shown_path(output)} is also an input. Write another file with -o."
-            )
 
 
 def _name(pair: VariantPair) -> str:

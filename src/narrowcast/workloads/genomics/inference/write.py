@@ -44,7 +44,7 @@ def sequences(run: Finished, wish: Wish, progress: Callable[[int], None]) -> Ite
     letters there are.
     """
     generator = torch.Generator(run.device).manual_seed(wish.seed)
-    prompt = run.alphabet.clean(wish.prompt, location="--prompt").sequence
+    prompt = run.alphabet.clean(wish.prompt, location="--prompt")
     done = 0
     for first in range(0, wish.count, ROWS):
         rows = min(ROWS, wish.count - first)

@@ -1,7 +1,7 @@
 """The shape of a model of sequences; without torch, so that a mistake is answered at once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -38,10 +38,7 @@ class GenomicConfig:
     max_patch: int = 16
     """Bounds of entropy patches; the last of a row may be shorter."""
     entropy_threshold: float = 1.3
-    """Bits of a letter's entropy above which a patch begins with it, or of its rise."""
-    entropy_rule: Literal["global", "monotonic"] = "global"
-    """Whether the entropy itself is compared with the threshold, or its rise since the letter
-    before."""
+    """Bits of a letter's entropy above which a patch begins with it."""
     local_layers: int = 1
     """Blocks over letters before patches are made, and again after they are undone."""
     reverse_complement: bool = False
@@ -52,7 +49,6 @@ class GenomicConfig:
         for name in ("vocab_size", "width", "layers", "max_length", "filter_width", "patch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}.")
-        self._check_choices()
         if self.order < 2:
             raise ConfigError(
                 f"order must be 2 or more (Hyena needs a gate and a value), got {self.order}."
@@ -74,18 +70,6 @@ class GenomicConfig:
                 "false."
             )
 
-    def _check_choices(self) -> None:
-        choices = {
-            "backbone": ("hyena", "attention", "cnn"),
-            "patching": ("none", "static", "entropy"),
-            "entropy_rule": ("global", "monotonic"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)}."
-                )
-
     @property
     def head_count(self) -> int:
         """Heads of attention."""
@@ -99,13 +83,6 @@ class GenomicConfig:
     def max_patches(self, length: int) -> int:
         """Return how many patches a sequence of `length` letters has at most."""
         return -(-length // self.least_patch)
-
-    @classmethod
-    def preset(cls, name: str, *, vocab_size: int, **changes: Any) -> "GenomicConfig":
-        """Return the preset of that name, with `changes`."""
-        if name not in PRESETS:
-            raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {name}.")
-        return replace(cls(vocab_size=vocab_size, **PRESETS[name]), **changes)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(

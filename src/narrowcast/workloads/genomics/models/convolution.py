@@ -27,18 +27,6 @@ Method = Literal["torch", "fused"]
 """In plain torch, or with kernels around torch's transforms that gate and turn as they copy."""
 
 
-def fft_convolution(
-    u: Tensor, filters: Tensor, *, causal: bool = True, chunk: int | None = None
-) -> Tensor:
-    """Convolve each channel of `u`, (rows, channels, length), with its filter; return the like.
-
-    Causal filters are (channels, taps), tap k for the letter k before. Two-sided ones have an odd
-    number of taps, with lag 0 in the middle and the first for the letter furthest ahead. `chunk` is
-    how many channels are transformed together; else as many as memory is meant for.
-    """
-    return gated_convolution(u, filters, causal=causal, chunk=chunk)
-
-
 def gated_convolution(
     value: Tensor,
     filters: Tensor,

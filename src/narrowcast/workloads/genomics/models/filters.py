@@ -37,12 +37,11 @@ class ImplicitFilter(nn.Module):
         causal: bool = True,
         orders: int = 1,
         hidden: int = 64,
-        inner_layers: int = 2,
     ) -> None:
         super().__init__()
         self.shape = (orders, 1 if causal else 2, width)
         self.max_length = max_length
-        sizes = [1 + 2 * BANDS, *[hidden] * (1 + inner_layers)]
+        sizes = [1 + 2 * BANDS, hidden, hidden, hidden]
         pairs = list(itertools.pairwise(sizes))
         self.weights = nn.ParameterList(_uniform(outs, ins, within=ins) for ins, outs in pairs)
         self.biases = nn.ParameterList(_uniform(outs, within=ins) for ins, outs in pairs)

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import ConfigError
-
 
 @torch.no_grad()
 def generate(
@@ -25,7 +23,6 @@ def generate(
     `top_k` keeps that many of the likeliest, `top_p` the fewest whose chances sum to it; `allowed`,
     the ids that may be drawn at all. Each letter reads the whole sequence again.
     """
-    _check(tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     training = model.training, head.training
     model.eval(), head.eval()
     try:
@@ -63,14 +60,3 @@ def choose(
         chances = chances / chances.sum(-1, keepdim=True)
         chances = chances.where(chances.cumsum(-1) - chances < top_p, 0)
     return ids.gather(1, torch.multinomial(chances, 1, generator=generator))
-
-
-def _check(tokens: Tensor, *, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    if tokens.shape[1] == 0:
-        raise ConfigError("The prompt is empty. Give at least one token.")
-    if temperature < 0:
-        raise ConfigError(f"temperature must be 0 (greedy) or more, got {temperature}.")
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k must be 1 or more, got {top_k}.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top_p must be above 0 and at most 1, got {top_p}.")

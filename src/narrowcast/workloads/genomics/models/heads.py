@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from narrowcast.errors import ConfigError
 
 Pool = Literal["mean", "max", "cls", "attention", "position"]
-POOLS = ("mean", "max", "cls", "attention", "position")
 NARROWER = 4
 """By how much a state is narrowed before every position has weights of its own."""
 
@@ -31,8 +30,6 @@ class SequenceHead(nn.Module):
         length: int = 0,
     ) -> None:
         super().__init__()
-        if pool not in POOLS:
-            raise ConfigError(f"pool must be one of {', '.join(POOLS)}, got {pool}.")
         if pool == "position" and length < 1:
             raise ConfigError(
                 "pool=position needs a length, because it has one weight per position. Give length."

@@ -10,7 +10,7 @@ from narrowcast.workloads.genomics.models.blocks import Block
 from narrowcast.workloads.genomics.models.byte_lm import ByteLM
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.latent import PatchBack, PatchFront
-from narrowcast.workloads.genomics.models.patches import Patches, bounded, cut_at, every, in_doubt
+from narrowcast.workloads.genomics.models.patches import Patches, bounded, cut_at, every
 
 
 class GenomicModel(nn.Module):
@@ -71,8 +71,7 @@ class GenomicModel(nn.Module):
         if self.byte_lm is None:
             starts = every(config.least_patch, tokens)
         else:
-            entropy, rises = self.byte_lm.entropy(tokens), config.entropy_rule == "monotonic"
-            wanted = in_doubt(entropy, threshold=config.entropy_threshold, rises=rises)
+            wanted = self.byte_lm.entropy(tokens) > config.entropy_threshold
             starts = bounded(wanted, least=config.min_patch, most=config.max_patch)
         return cut_at(starts, mask, bound=config.max_patches(tokens.shape[1]))
 

@@ -71,13 +71,6 @@ def every(size: int, tokens: Tensor) -> Tensor:
     return (location % size == 0).expand(tokens.shape)
 
 
-def in_doubt(entropy: Tensor, *, threshold: float, rises: bool) -> Tensor:
-    """Return where the entropy is above a threshold, or with `rises` has risen by more than it."""
-    if not rises:
-        return entropy > threshold
-    return entropy.diff(dim=1, prepend=entropy[:, :1]) > threshold
-
-
 def bounded(wanted: Tensor, *, least: int, most: int) -> Tensor:
     """Return starts of patches of `least` to `most` letters, the last of a row maybe of fewer.
 

@@ -9,21 +9,13 @@ mistake in the file, and refused.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, final
+from typing import final
 
 from narrowcast.errors import ConfigError
 
 WHITESPACE = b" \t\r\n\v\f"
 _BAD = 0
 """The byte that stands for a letter of no alphabet while a sequence is cleaned."""
-
-
-class Cleaned(NamedTuple):
-    """A sequence of an alphabet's letters and its unknown one."""
-
-    sequence: str
-    replaced: int
-    """Letters that meant several and are the unknown one now; those that were it before not."""
 
 
 @final
@@ -46,12 +38,8 @@ class Alphabet:
     complement: Mapping[str, str] | None = field(default=None, hash=False)
     """The letter opposite to each, ambiguous ones too; None where there is no other strand."""
 
-    def clean(self, sequence: str | bytes, *, strict: bool = False, location: str = "") -> Cleaned:
-        """Return a sequence in upper case, without blanks, and of this alphabet only.
-
-        `strict` refuses letters that mean several, the unknown one too. `place` begins the message
-        of what is refused.
-        """
+    def clean(self, sequence: str | bytes, *, strict: bool = False, location: str = "") -> str:
+        """Return a sequence in upper case, without blanks, in letters of this alphabet only."""
         raw = sequence if isinstance(sequence, bytes) else sequence.encode("ascii", "replace")
         stored = raw.translate(self._table, WHITESPACE)
         if _BAD in stored:
@@ -62,17 +50,14 @@ class Alphabet:
                     f"{_begin(location)}the sequence has both {own} and {other}, so it is neither "
                     "DNA nor RNA. Use one of them throughout."
                 )
-        unknown = ord(self.unknown)
-        if unknown not in stored:
-            return Cleaned(stored.decode("ascii"), 0)
-        if strict:
-            at = stored.index(unknown)
+        if strict and ord(self.unknown) in stored:
+            at = stored.index(ord(self.unknown))
             raise ConfigError(
                 f"{_begin(location)}letter {at + 1} must be one of {self.letters} with "
                 f"data.strict=true, got the ambiguous {_dense(sequence)[at]!r}. Remove such "
                 f"sequences, or write data.strict=false to read it as {self.unknown}."
             )
-        return Cleaned(stored.decode("ascii"), _count(raw, self.ambiguous))
+        return stored.decode("ascii")
 
     def fits(self, sequence: str | bytes) -> bool:
         """Say whether every letter of a sequence has a meaning here."""

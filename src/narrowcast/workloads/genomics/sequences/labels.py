@@ -1,8 +1,7 @@
 """Labels: one for each base of a genome, for each token of a sequence, or for a whole record."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,36 +57,17 @@ def reversed_labels(labels: Ids, classes: Mapping[str, int]) -> Ids:
     return turned
 
 
-def token_labels(
-    labels: Ids, spans: Spans, *, rule: Literal["centre", "majority"] = "centre"
-) -> Ids:
-    """Return a label for each token, given one for each base and where tokens lie.
-
-    `centre` takes that of the token's middle base, of two the left one. `majority` takes the most
-    frequent, of several the one that is the smaller number. Specials get the label to ignore.
-    """
+def token_labels(labels: Ids, spans: Spans) -> Ids:
+    """Return the label of each token's middle base (of two, the left one); specials get IGNORE."""
     starts, ends = spans
     if len(ends) and int(ends.max()) > len(labels):
         raise ConfigError(
             f"labels must be one per letter; the tokens reach letter {int(ends.max())}, got "
             f"{len(labels)} labels."
         )
-    laid = np.full(len(starts), IGNORE, dtype=np.int64)
     real = ends > starts
-    if not real.any():
-        return laid
-    starts, ends = starts[real], ends[real]
-    if rule == "centre":
-        laid[real] = labels[(starts + ends - 1) // 2]
-    else:
-        values, which = np.unique(labels, return_inverse=True)
-        best, most = np.zeros(len(starts), dtype=np.int64), np.zeros(len(starts), dtype=np.int64)
-        for number in range(len(values)):
-            running = np.concatenate(([0], np.cumsum(which == number)))
-            count = running[ends] - running[starts]
-            best[count > most] = number
-            most = np.maximum(count, most)
-        laid[real] = values[best]
+    laid = np.full(len(starts), IGNORE, dtype=np.int64)
+    laid[real] = labels[(starts[real] + ends[real] - 1) // 2]
     return laid
 
 
@@ -132,25 +112,6 @@ def letter_labels(record: Record, column: str, classes: Sequence[str]) -> Ids:
         numbers = {item: _letter(item, column, classes, record) for item in dict.fromkeys(items)}
         return np.array([numbers[item] for item in items], dtype=np.int64)
     return np.array([_letter(item, column, classes, record) for item in items], dtype=np.int64)
-
-
-def class_label(record: Record, column: str, classes: Sequence[str]) -> int:
-    """Return the number of a record's class, which a table gives by name or by number."""
-    return _class(_field(record, column), column, classes, record)
-
-
-def number_label(record: Record, column: str) -> float:
-    """Return a number that a record is to be predicted by."""
-    value = _field(record, column)
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(
-            f"{record.location}: {column} must be a finite number, got {shortened(repr(value))}."
-        )
-    return number
 
 
 def _kind_and_strand(name: str) -> tuple[str, int]:

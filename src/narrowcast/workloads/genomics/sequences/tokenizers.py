@@ -39,11 +39,6 @@ class Tokenizer(ABC):
 
     pad_id: ClassVar[int] = 0
     unk_id: ClassVar[int] = 1
-    cls_id: ClassVar[int] = 2
-    sep_id: ClassVar[int] = 3
-    mask_id: ClassVar[int] = 4
-    bos_id: ClassVar[int] = 5
-    eos_id: ClassVar[int] = 6
 
     @property
     @abstractmethod
@@ -61,18 +56,13 @@ class Tokenizer(ABC):
         """Letters that a token of `width` has in common with what stands before it."""
 
     @abstractmethod
-    def spans(self, length: int) -> Spans:
-        """Return where each token of a sequence without unknown letters begins and ends."""
-
-    @abstractmethod
     def _ids(self, letters: NDArray[np.uint8]) -> Ids:
         """Return the ids of letters that are cleaned."""
 
-    def encode(self, sequence: str | bytes, *, special: bool = False, strict: bool = False) -> Ids:
-        """Return the ids of a sequence; `special` puts [CLS] before and [SEP] behind it."""
-        cleaned = self.alphabet.clean(sequence, strict=strict).sequence
-        ids = self._ids(np.frombuffer(cleaned.encode("ascii"), dtype=np.uint8))
-        return np.concatenate(([self.cls_id], ids, [self.sep_id])) if special else ids
+    def encode(self, sequence: str | bytes) -> Ids:
+        """Return the ids of a sequence."""
+        cleaned = self.alphabet.clean(sequence)
+        return self._ids(np.frombuffer(cleaned.encode("ascii"), dtype=np.uint8))
 
     def decode(self, ids: Ids) -> str:
         """Return the letters of ids; specials have none, an unknown letter is N or X."""
@@ -194,11 +184,6 @@ class ByteTokenizer(Tokenizer):
         """The vocabulary, in the order of its ids."""
         return (*SPECIALS, *self.alphabet.marks, *self.alphabet.letters)
 
-    def spans(self, length: int) -> Spans:
-        """Return where each token begins and ends."""
-        starts = np.arange(length, dtype=np.int64)
-        return starts, starts + 1
-
     def _ids(self, letters: NDArray[np.uint8]) -> Ids:
         return self._single[letters]
 
@@ -246,15 +231,6 @@ class KmerTokenizer(Tokenizer):
     def stride(self) -> int:
         """Letters from the beginning of a k-mer to that of the next."""
         return self.k - self.overlap
-
-    def spans(self, length: int) -> Spans:
-        """Return where each token of a sequence without unknown letters begins and ends.
-
-        A k-mer with an unknown letter is several tokens; for such a sequence take `spans_of(ids)`.
-        """
-        starts = self._starts(length)
-        tail = np.arange(starts[-1] + self.k if len(starts) else 0, length, dtype=np.int64)
-        return np.concatenate((starts, tail)), np.concatenate((starts + self.k, tail + 1))
 
     def _starts(self, length: int) -> Ids:
         return np.arange(0, max(length - self.k + 1, 0), self.stride, dtype=np.int64)

@@ -1,7 +1,7 @@
 """A variant as two sequences: the reference around it, and the same with the alternative."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,26 +52,19 @@ class Reference:
     contigs: tuple[Contig, ...]
 
     @staticmethod
-    def read(path: Path, first: Mapping[str, int] | None = None) -> "Reference":
-        """Read a FASTA; a record named chr17:41176312-41370000 is that piece of chr17.
-
-        `first` gives the position of the first letter, from 1, of records whose names do not say.
-        """
-        first = first or {}
+    def read(path: Path) -> "Reference":
+        """Read a FASTA; a record named chr17:41176312-41370000 is that piece of chr17."""
         contigs = []
         for record in read_records(path, alphabet=DNA):
-            contig = Contig(
-                chrom=record.name, first=first.get(record.name, 1), sequence=record.sequence
-            )
-            region = None if record.name in first else _REGION.fullmatch(record.name)
-            if region is not None:
+            contig = Contig(chrom=record.name, first=1, sequence=record.sequence)
+            if region := _REGION.fullmatch(record.name):
                 start, last = int(region["first"]), int(region["last"])
                 contig = Contig(chrom=region["chrom"], first=start, sequence=record.sequence)
                 if contig.last != last:
                     raise ConfigError(
                         f"{record.location} is named {shortened(record.name)}, which is "
-                        f"{last - start + 1} letters, but has {len(record.sequence)}. Pass its "
-                        "first position as `first`."
+                        f"{last - start + 1} letters, but has {len(record.sequence)}. Rename it, "
+                        "or give the whole region."
                     )
             contigs.append(contig)
         return Reference(path, tuple(contigs))

@@ -9,10 +9,16 @@ from Bio.SeqFeature import CompoundLocation, FeatureLocation, SeqFeature
 from Bio.SeqRecord import SeqRecord
 
 from narrowcast.errors import ConfigError, UnsupportedError
-from narrowcast.workloads.genomics.sequences.coding import translate
 from narrowcast.workloads.genomics.sequences.features import Part
-from narrowcast.workloads.genomics.sequences.operations import extract
-from narrowcast.workloads.genomics.sequences.readers import read_features, read_records
+from narrowcast.workloads.genomics.sequences.operations import reverse_complement
+from narrowcast.workloads.genomics.sequences.readers.gff import read_features
+from narrowcast.workloads.genomics.sequences.readers.reading import read_records
+
+
+def extract(sequence, parts):
+    """Return what parts of a sequence spell, each on its strand."""
+    pieces = [(sequence[part.start : part.end], part.strand) for part in parts]
+    return "".join(reverse_complement(text) if strand < 0 else text for text, strand in pieces)
 
 
 @pytest.fixture
@@ -65,7 +71,7 @@ def test_a_real_genome_has_biopythons_features_and_its_own_translations(shared):
                     code = int(feature.qualifiers["transl_table"][0])
                     letters = extract(record.sequence, feature.parts)[begin:]
                     # The first amino acid is M whatever its codon; partial genes may begin within.
-                    protein = translate(letters, code, to_stop=True)
+                    protein = Seq(letters[: len(letters) // 3 * 3]).translate(code, to_stop=True)
                     assert protein[1:] == feature.qualifiers["translation"][0][1:]
                     translated += 1
     assert translated > 3000
@@ -76,7 +82,7 @@ def test_brca1_is_spliced_from_its_exons(shared):
     spliced = [f for f in record.features if f.kind == "CDS" and f.qualifiers["gene"] == ("BRCA1",)]
     assert spliced
     for feature in spliced:
-        protein = translate(extract(record.sequence, feature.parts), to_stop=True)
+        protein = Seq(extract(record.sequence, feature.parts)).translate(to_stop=True)
         assert protein == feature.qualifiers["translation"][0]
 
 
@@ -128,8 +134,7 @@ def test_without_biopython_the_message_says_what_to_install(circle, monkeypatch)
 def test_the_readers_import_neither_biopython_nor_torch():
     code = (
         "import sys, narrowcast.workloads.genomics.sequences.variants, "
-        "narrowcast.workloads.genomics.sequences.labels, "
-        "narrowcast.workloads.genomics.sequences.coding; "
+        "narrowcast.workloads.genomics.sequences.labels; "
         "sys.exit(bool({'Bio', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,8 +1,11 @@
 import pytest
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.genomics.sequences.readers import VariantColumns, read_variants
-from narrowcast.workloads.genomics.sequences.readers.vcf import Skipped
+from narrowcast.workloads.genomics.sequences.readers.vcf import (
+    Skipped,
+    VariantColumns,
+    read_variants,
+)
 
 HEAD = "##fileformat=VCFv4.2\n##source=x\n"
 NAMES = "#CHROM\tPOS\tID\tREF\tALT\tQUAL\tFILTER\tINFO"

@@ -1,8 +1,8 @@
 """Records of any file of sequences, held to one alphabet."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Literal, final
 
 from narrowcast.config.problems import shortened, shown_path
 from narrowcast.errors import ConfigError
@@ -10,7 +10,6 @@ from narrowcast.workloads.genomics.sequences.alphabets import (
     PROTEIN,
     WHITESPACE,
     Alphabet,
-    Cleaned,
     guess_alphabet,
 )
 from narrowcast.workloads.genomics.sequences.readers.fasta import fasta, fastq
@@ -34,27 +33,21 @@ def read_records(
     format: Format = "auto",  # noqa: A002  # the field's word, and that of every reader
     alphabet: Alphabet | None = None,
     strict: bool = False,
-    sequences: Sequence[str] = ("sequence",),
+    column: str = "sequence",
     name: str | None = None,
-    unique: bool = True,
 ) -> Iterator[Record]:
     """Yield the records of a file, plain or gzip, one after another.
 
-    Without an `alphabet` it is the one that the first sequence looks like; a record that does not
-    fit it is refused either way. `strict` refuses letters that mean several. Of a table,
-    `sequences` are the columns of letters, the first of which is the record's own, and `name` that
-    of its name. `unique` refuses a second record of a name in FASTA and GenBank, for which names
-    are remembered; reads of FASTQ may come in pairs of one name.
+    Without an `alphabet` it is guessed from the first sequence. Of a table, `column` has the
+    sequence and `name` the name. Names must be unique in FASTA and GenBank; FASTQ may have pairs.
     """
     keeper = _Keeper(path, alphabet, strict=strict)
-    seen: set[str] | None = None
+    seen: set[str] = set()
     with opened(path, lambda: record_location(path, keeper.number + 1)) as file:
         kind = _detect_format(file.peek(HEAD_BYTES), path) if format == "auto" else format
-        if unique and kind in ("fasta", "genbank"):
-            seen = set()
-        for raw in _raw(file, path, kind, sequences=sequences, name=name):
+        for raw in _raw(file, path, kind, column=column, name=name):
             record = keeper.record(raw)
-            if seen is not None and record.name:
+            if record.name and kind in ("fasta", "genbank"):
                 if record.name in seen:
                     raise ConfigError(
                         f"{record.location} has the name of an earlier record, got "
@@ -88,16 +81,14 @@ _WITHOUT_SEQUENCES = {
 }
 
 
-def _raw(
-    file: Reader, path: Path, kind: Format, *, sequences: Sequence[str], name: str | None
-) -> Iterator[Raw]:
+def _raw(file: Reader, path: Path, kind: Format, *, column: str, name: str | None) -> Iterator[Raw]:
     match kind:
         case "fasta":
             return fasta(file, path)
         case "fastq":
             return fastq(file, path)
         case "csv" | "tsv" | "json" | "jsonl":
-            return _of_table(file, path, kind, sequences=sequences, name=name)
+            return _of_table(file, path, kind, column=column, name=name)
         case "genbank":
             return genbank(file, path)
     formats = "auto, fasta, fastq, genbank, csv, tsv, json, jsonl"
@@ -105,33 +96,21 @@ def _raw(
 
 
 def _of_table(
-    file: Reader,
-    path: Path,
-    kind: TableFormat,
-    *,
-    sequences: Sequence[str],
-    name: str | None,
+    file: Reader, path: Path, kind: TableFormat, *, column: str, name: str | None
 ) -> Iterator[Raw]:
-    own, *others = sequences
-    required = [*sequences, *([] if name is None else [name])]
-    settings = {own: "sequence"} | ({} if name is None else {name: "name"})
-    for values, number in read_rows(file, path, kind, required, settings):
-        for column in sequences:
-            if not isinstance(values[column], str):
-                raise ConfigError(
-                    f"{record_location(path, number)}: {column} must be text, got "
-                    f"{shortened(repr(values[column]))}."
-                )
-        fields = {key: value for key, value in values.items() if key != own}
-        # What is not ASCII is no letter of any alphabet, and is refused as one.
-        letters = values[own].encode("ascii", "replace")
-        more: dict[str, Any] = {key: Letters(values[key]) for key in others}
-        yield Raw("" if name is None else str(values[name]), letters, fields | more)
-
-
-@final
-class Letters(str):
-    """A field that holds a sequence, to be cleaned like the record's own."""
+    settings = {column: "sequence"} | ({} if name is None else {name: "name"})
+    for values, number in read_rows(file, path, kind, list(settings), settings):
+        sequence = values[column]
+        if not isinstance(sequence, str):
+            raise ConfigError(
+                f"{record_location(path, number)}: {column} must be text, got "
+                f"{shortened(repr(sequence))}."
+            )
+        fields = {key: value for key, value in values.items() if key != column}
+        # Bytes beyond ASCII are letters of no alphabet, and raise as such.
+        yield Raw(
+            "" if name is None else str(values[name]), sequence.encode("ascii", "replace"), fields
+        )
 
 
 @final
@@ -147,25 +126,19 @@ class _Keeper:
     def record(self, raw: Raw) -> Record:
         """Clean the next record."""
         self.number += 1
-        sequence, replaced = self._clean(raw.letters)
-        fields = raw.fields
-        for key in [key for key, value in fields.items() if isinstance(value, Letters)]:
-            fields[key], more = self._clean(fields[key].encode("ascii", "replace"))
-            replaced += more
         return Record(
             name=raw.name,
-            sequence=sequence,
+            sequence=self._clean(raw.letters),
             number=self.number,
             file=self._path,
-            fields=fields,
+            fields=raw.fields,
             features=raw.features,
-            replaced=replaced,
         )
 
-    def _clean(self, letters: bytes) -> Cleaned:
+    def _clean(self, letters: bytes) -> str:
         if self._alphabet is None:
             if not letters.strip():
-                return Cleaned("", 0)
+                return ""
             self._alphabet = guess_alphabet(letters)
         location = record_location(self._path, self.number)
         self._check_alphabet(letters, self._alphabet, location)

@@ -29,8 +29,6 @@ class Record(NamedTuple):
     fields: Mapping[str, Any]
     """All else that the file says of it: columns of a table, `description`, `quality`."""
     features: tuple[Feature, ...] = ()
-    replaced: int = 0
-    """Letters that meant several and are the unknown one now."""
 
     @property
     def location(self) -> str:
