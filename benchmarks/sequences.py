@@ -23,7 +23,6 @@ import numpy as np
 
 from narrowcast.runs import describe_machine
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
-from narrowcast.workloads.genomics.sequences.coding import orfs, translate
 from narrowcast.workloads.genomics.sequences.operations import kmer_counts, reverse_complement
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
 from narrowcast.workloads.genomics.sequences.tokenizers import ByteTokenizer, KmerTokenizer
@@ -138,8 +137,6 @@ def tokens(sequence: str) -> dict[str, float]:
         "encode, k=3 overlap=1": lambda: kmer.encode(sequence),
         "encode, k=6 overlap=5": lambda: dense.encode(sequence),
         "reverse complement": lambda: reverse_complement(sequence),
-        "translate": lambda: translate(sequence),
-        "open reading frames": lambda: orfs(sequence),
         "6-mer counts": lambda: kmer_counts(sequence, 6),
     }
     return {name: seconds(work) for name, work in works.items()}
