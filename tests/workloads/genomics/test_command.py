@@ -9,7 +9,7 @@ import pytest
 
 import narrowcast as nc
 from narrowcast.cli.entry import run_command
-from narrowcast.workloads.genomics.arguments import parse_overrides
+from narrowcast.workloads.genomics.command import parse_overrides
 
 SMALL = (
     "epochs=null", "steps=2", "model.width=16", "model.layers=1", "data.max_length=32",

@@ -3,8 +3,7 @@ import torch
 
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.heads import SequenceHead, TokenHead
-from narrowcast.workloads.genomics.models.model import GenomicModel
-from narrowcast.workloads.genomics.network import Network
+from narrowcast.workloads.genomics.models.model import GenomicModel, Network
 
 CONFIG = GenomicConfig(vocab_size=12, width=16, layers=1, max_length=32)
 

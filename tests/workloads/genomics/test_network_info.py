@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.heads import SequenceHead
-from narrowcast.workloads.genomics.models.model import GenomicModel
-from narrowcast.workloads.genomics.network import Network
+from narrowcast.workloads.genomics.models.model import GenomicModel, Network
 from narrowcast.workloads.genomics.network_info import (
     FILE,
     NetworkInfo,

@@ -54,8 +54,8 @@ def test_a_genome_is_foretold_better_than_by_how_frequent_letters_are(tmp_path):
 
 
 def test_a_domain_is_adapted_to_from_one_that_was_learnt(tmp_path, monkeypatch):
-    monkeypatch.setattr("narrowcast.workloads.genomics.source.STEPS", 60)
-    monkeypatch.setattr("narrowcast.workloads.genomics.source.LEARNING_RATE", 1e-2)
+    monkeypatch.setattr("narrowcast.workloads.genomics.build.SOURCE_STEPS", 60)
+    monkeypatch.setattr("narrowcast.workloads.genomics.build.SOURCE_LR", 1e-2)
     words = ("steps=20", "model.backbone=cnn", "model.layers=1", "model.width=32")
     found = measured("domain_adaptation", tmp_path / "r", *words)
     assert found["accuracy"] > 0.75

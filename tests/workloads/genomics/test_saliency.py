@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from narrowcast.workloads.genomics.data.examples import Examples, Ragged
-from narrowcast.workloads.genomics.results import Judged
-from narrowcast.workloads.genomics.saliency import REACH, salient_variants
+from narrowcast.workloads.genomics.results import REACH, Judged, salient_variants
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
 from narrowcast.workloads.genomics.sequences.tokenizers import ByteTokenizer
 from narrowcast.workloads.genomics.targets import NextToken, OneClass, Value

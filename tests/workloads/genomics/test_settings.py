@@ -2,8 +2,7 @@ import pytest
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads import load_recipe
-from narrowcast.workloads.genomics.labels import TASK_LABELS
-from narrowcast.workloads.genomics.settings import Objective
+from narrowcast.workloads.genomics.settings import TASK_LABELS, Objective
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@ import numpy as np
 import pytest
 import torch
 
-from narrowcast.workloads.genomics import source
+from narrowcast.workloads.genomics import build
 from narrowcast.workloads.genomics.data.examples import Examples, Ragged
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.heads import SequenceHead
-from narrowcast.workloads.genomics.models.model import GenomicModel
-from narrowcast.workloads.genomics.network import Network
+from narrowcast.workloads.genomics.models.model import GenomicModel, Network
 from narrowcast.workloads.genomics.targets import OneClass
 
 CPU = torch.device("cpu")
@@ -33,11 +32,11 @@ def network():
 
 
 def test_the_source_domain_is_learnt_and_the_same_seed_gives_the_same(examples, monkeypatch):
-    monkeypatch.setattr(source, "STEPS", 40)
+    monkeypatch.setattr(build, "SOURCE_STEPS", 40)
     learnt = [network() for _ in range(3)]
     state = torch.get_rng_state()
     for seed, each in zip((1, 1, 2), learnt, strict=True):
-        source.learn_source(each, TARGET, examples, seed=seed, device=CPU)
+        build.learn_source(each, TARGET, examples, seed=seed, device=CPU)
     assert torch.equal(torch.get_rng_state(), state)
     one, two, other = (dict(each.named_parameters()) for each in learnt)
     assert all(torch.equal(one[name], two[name]) for name in one)

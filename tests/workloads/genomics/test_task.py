@@ -13,7 +13,7 @@ from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.parameter_groups import get_groups
 from narrowcast.workloads import build_task, load_recipe
 from narrowcast.workloads.genomics.build import build_parts, make_network
-from narrowcast.workloads.genomics.models.filters import ImplicitFilter
+from narrowcast.workloads.genomics.models.hyena import ImplicitFilter
 from narrowcast.workloads.genomics.task import Genomic
 
 CPU = torch.device("cpu")

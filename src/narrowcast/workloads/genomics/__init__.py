@@ -9,7 +9,7 @@ WORKLOAD = Workload(
     about="DNA, RNA and protein: pretraining, and fine-tuning for five tasks",
     sections="narrowcast.workloads.genomics.settings:SECTIONS",
     task="narrowcast.workloads.genomics.task:build_task",
-    report="narrowcast.workloads.genomics.report:sections",
+    report="narrowcast.workloads.genomics.report.sections:sections",
     recipes=Path(__file__).parent / "recipes",
     commands=(
         Command(

@@ -6,18 +6,17 @@ from typing import final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import ConfigError
 from narrowcast.plain_files import expand_path
-from narrowcast.workloads.genomics.data.examples import Examples
+from narrowcast.workloads.genomics.data.examples import Examples, on
 from narrowcast.workloads.genomics.data.preparing import Examined, as_examples, examine
 from narrowcast.workloads.genomics.data.rows import UNLABELLED, Row, label_table, row_values
-from narrowcast.workloads.genomics.models.byte_lm import ByteLM, threshold_for, train_byte_lm
 from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
-from narrowcast.workloads.genomics.models.model import GenomicModel
-from narrowcast.workloads.genomics.network import Network
+from narrowcast.workloads.genomics.models.model import GenomicModel, Network
+from narrowcast.workloads.genomics.models.patches import ByteLM, threshold_for, train_byte_lm
 from narrowcast.workloads.genomics.network_info import (
     NetworkInfo,
     load_into,
@@ -27,7 +26,6 @@ from narrowcast.workloads.genomics.network_info import (
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS
 from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer, make_tokenizer
 from narrowcast.workloads.genomics.settings import GenomicData, GenomicModelSection, Objective
-from narrowcast.workloads.genomics.source import learn_source
 from narrowcast.workloads.genomics.targets import (
     EveryLetter,
     Labels,
@@ -38,7 +36,9 @@ from narrowcast.workloads.genomics.targets import (
 )
 
 LETTERS_FOR_PATCHES = 2**17
-"""Of the sequences to learn, that tell where patches begin."""
+"""Training letters that the byte model of entropy patches is trained on."""
+SOURCE_STEPS, SOURCE_ROWS = 300, 32
+SOURCE_LR, SOURCE_CLIP_NORM = 1e-3, 1.0
 
 
 @final
@@ -300,3 +300,26 @@ def _go_on(network: Network, recipe: Recipe, base: NetworkInfo, stored: NetworkI
     head = base.task != "generation" and all(getattr(base, k) == getattr(stored, k) for k in same)
     load_into(network, read_weights(expand_path(name)), head=head)
     return f"weights loaded from {name}{'' if head else ', with a new head'}"
+
+
+def learn_source(
+    network: nn.Module, target: Target, source: Examples, *, seed: int, device: torch.device
+) -> None:
+    """Train on the source domain in plain fp32; a large source is a run of its own (model.path)."""
+    order = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=SOURCE_LR)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, SOURCE_LR, total_steps=SOURCE_STEPS)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        torch.manual_seed(seed)
+        network.train()
+        for _ in range(SOURCE_STEPS):
+            rows = torch.randint(len(source), (SOURCE_ROWS,), generator=order).tolist()
+            batch = on(device, source.__getitems__(rows))
+            result = network(batch["tokens"], batch["mask"], batch.get("alternative"))
+            optimizer.zero_grad()
+            target.loss(result.float(), batch).backward()
+            nn.utils.clip_grad_norm_(network.parameters(), SOURCE_CLIP_NORM)
+            optimizer.step()
+            schedule.step()
+    optimizer.zero_grad()

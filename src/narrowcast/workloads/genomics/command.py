@@ -1,19 +1,25 @@
 """`narrowcast genomics`: a base of your own, predictions, scores of variants, and new sequences."""
 
+import json
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, final
 
 import click
 
+from narrowcast.config.problems import shown_path
+from narrowcast.errors import ConfigError
 from narrowcast.plain_files import expand_path
-from narrowcast.workloads.genomics.arguments import Output, output_named, parse_overrides
+from narrowcast.runs.writing import written_atomically
 
 LINE_SECONDS = 2.0
 """Between two lines that say how far a command is, and before the first."""
 
 _Item = TypeVar("_Item")
+_SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
 
 
 @click.group()
@@ -104,11 +110,15 @@ def predict(run: str, file: str, reference: str | None, output: str, **options: 
     input as the training data: sequences, pairs, or variants of a --reference. Labels are not
     needed. Annotation runs write one row per interval, also as GFF or BED.
     """
-    location = output_named(output, reads=[file, reference])
+    path = _output_path(output, reads=[file, reference])
     from narrowcast.workloads.genomics.inference.finished import finished, require_target
-    from narrowcast.workloads.genomics.inference.predict import letter_predictions, predictions
+    from narrowcast.workloads.genomics.inference.predict import (
+        format_named,
+        letter_predictions,
+        lines,
+        predictions,
+    )
     from narrowcast.workloads.genomics.inference.reading import Columns, Reader
-    from narrowcast.workloads.genomics.inference.writing import format_named, lines
 
     requested = finished(run, device=options["device"], policy=options["policy"])
     require_target(requested, writes=False, instead="Use `genomics generate` or `genomics score`.")
@@ -126,7 +136,7 @@ def predict(run: str, file: str, reference: str | None, output: str, **options: 
         rows = reader.rows(expand_path(file), None if reference is None else expand_path(reference))
         result = predictions(requested, rows, batch_size=options["batch_size"])
     meter = _Meter("records")
-    _write(location, lines(meter.counted(result), requested.target, kind), meter)
+    _write(path, lines(meter.counted(result), requested.target, kind), meter)
     if note := reader.skipped.note:
         click.echo(note, err=True)
     if reader.cut:
@@ -158,14 +168,18 @@ def score(
     below 0 if the alternative is less likely. With a RUN trained on variants, the score comes from
     its class probabilities or its predicted value.
     """
-    position = output_named(output, reads=[variants, reference])
+    path = _output_path(output, reads=[variants, reference])
     if positive is not None and labels is None:
         raise click.UsageError("--positive needs --labels, the column with the labels.")
     from narrowcast.workloads.genomics.inference.finished import finished
-    from narrowcast.workloads.genomics.inference.measures import Labelled
+    from narrowcast.workloads.genomics.inference.predict import format_named, table
     from narrowcast.workloads.genomics.inference.reading import Columns, Reader
-    from narrowcast.workloads.genomics.inference.score import require_scores, score_row, scores
-    from narrowcast.workloads.genomics.inference.writing import format_named, table
+    from narrowcast.workloads.genomics.inference.score import (
+        Labelled,
+        require_scores,
+        score_row,
+        scores,
+    )
 
     request = finished(run, device=options["device"], policy=options["policy"])
     require_scores(request)
@@ -183,11 +197,11 @@ def score(
             yield score_row(scored)
 
     meter = _Meter("variants")
-    _write(position, table(rows(), kind), meter)
+    _write(path, table(rows(), kind), meter)
     if note := reader.skipped.note:
         click.echo(note, err=True)
     for line in () if known is None else known.lines():
-        click.echo(line, err=position.path is None)
+        click.echo(line, err=path is None)
 
 
 @genomics.command()
@@ -236,18 +250,54 @@ def generate(run: str, device: str, policy: str, **options: Any) -> None:
     meter.clear()
 
 
-def _write(location: Output, lines: Iterable[str], meter: "_Meter") -> None:
-    """Write lines to the screen as they come, or to a file that is whole or not there."""
-    with location.opened() as write:
+def parse_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the words of a recipe that files and KEY=VALUE words stand for."""
+    settings = [
+        word for word in overrides if _SETTING.match(word) and not expand_path(word).is_file()
+    ]
+    files = [word for word in overrides if word not in settings]
+    if not files:
+        raise ConfigError(
+            "pretrain needs sequences. Give one or more FASTA, FASTQ or GenBank files."
+        )
+    if clash := [word for word in settings if word.startswith(("data.path=", "data.more="))]:
+        raise ConfigError(f"{clash[0]} is set by the files on the command line. Leave it out.")
+    first, *more = (json.dumps(name, ensure_ascii=False) for name in files)
+    also = [f"data.more=[{', '.join(more)}]"] if more else []
+    return [f"data.path={first}", *also, *settings]
+
+
+def _output_path(name: str, *, reads: Sequence[str | None]) -> Path | None:
+    """Check that the output can be written before anything is computed; None is stdout."""
+    if name == "-":
+        return None
+    path = expand_path(name)
+    if not name.strip() or path.is_dir() or not path.parent.is_dir():
+        why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(f"{name} cannot be written: {why}. Write a file in an existing folder.")
+    for read in (expand_path(each) for each in reads if each is not None):
+        if path.exists() and read.exists() and path.samefile(read):
+            raise ConfigError(
+                f"The output {shown_path(path)} is also an input. Write another file with -o."
+            )
+    return path
+
+
+def _write(path: Path | None, lines: Iterable[str], meter: "_Meter") -> None:
+    """Write lines to stdout as they come, or to a file that appears when it is complete."""
+    if path is None:
         for line in lines:
-            if write is None:
-                meter.clear()
-                click.echo(line, nl=False)
-            else:
-                write(line)
+            meter.clear()
+            click.echo(line, nl=False)
+        meter.clear()
+        return
+    with (
+        written_atomically(path, hint="or name another file with -o") as temporary,
+        temporary.open("w", encoding="utf-8", newline="") as file,
+    ):
+        file.writelines(lines)
     meter.clear()
-    if location.path is not None:
-        click.echo(f"wrote {location.path}")
+    click.echo(f"wrote {path}")
 
 
 @final

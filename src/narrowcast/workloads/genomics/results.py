@@ -1,15 +1,30 @@
 """What is left of a run beside its weights: how it judged the sequences it was not trained on."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
+import torch
 from sklearn import metrics as sk
+from torch import Tensor
 
 from narrowcast.runs import RunFolder
-from narrowcast.workloads.genomics.targets import EveryLetter, Labels, OneClass, Predicted, Value
+from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged
+from narrowcast.workloads.genomics.models.model import Network, generate
+from narrowcast.workloads.genomics.sequences.operations import gc, kmer_counts
+from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer
+from narrowcast.workloads.genomics.targets import (
+    EveryLetter,
+    Labels,
+    OneClass,
+    Predicted,
+    Target,
+    Value,
+)
 
 if TYPE_CHECKING:
     from narrowcast.workloads.genomics.build import Parts
@@ -153,3 +168,218 @@ def _runs(numbers: Predicted) -> list[list[int]]:
 
 def _digits(number: Any) -> float:
     return float(f"{float(number):.6g}")
+
+
+VARIANTS = 4
+"""Shown of a set."""
+REACH = 20
+"""Letters on either side of a variant."""
+MOST_LETTERS = 2**20
+"""That the network reads for it, all together; about what judging a thousand windows takes."""
+MOST_CHANGED = 8
+"""Letters of a variant; more are an insertion or a deletion, behind which nothing is aligned."""
+
+Predict: TypeAlias = Callable[[Batch], Tensor]
+"""What a network makes of a batch, in fp32."""
+
+
+def salient_variants(
+    predict: Predict, examples: Examples, judged: Judged, tokenizer: Tokenizer, target: Target
+) -> list[dict[str, Any]]:
+    """Return for a few variants how much each letter around them adds to what was found.
+
+    `adds` is the score less the mean of the scores with other letters there; the score is the value
+    that is predicted, or the log-odds of the class that was found.
+    """
+    if examples.alternatives is None or not isinstance(target, OneClass | Labels | Value):
+        return []
+    shown = []
+    for row in _chosen(examples, judged, target):
+        pair = [
+            tokenizer.decode(part[row].astype(np.int64))
+            for part in (examples.tokens, examples.alternatives)
+        ]
+        if info := _tried(predict, pair, tokenizer, target, padding=examples.padding):
+            name = examples.names[row] if examples.names else ""
+            shown.append({"name": name, **_answer(judged, row, target), **info})
+        if len(shown) == VARIANTS:
+            break
+    return shown
+
+
+def _chosen(examples: Examples, judged: Judged, target: Target) -> list[int]:
+    """Return rows in the order they are worth a look: the surest of each class first."""
+    if isinstance(target, Value):
+        return [int(at) for at in np.argsort(-np.array(judged.predicted), kind="stable")]
+    chances = np.stack(judged.predicted)
+    surest = np.argsort(-chances.max(1), kind="stable")
+    seen: dict[int, int] = {}
+    turns = list[tuple[int, int, int]]()
+    for at in surest:
+        kind = int(chances[at].argmax())
+        turns.append((seen.get(kind, 0), len(turns), int(at)))
+        seen[kind] = seen.get(kind, 0) + 1
+    return [at for *_, at in sorted(turns)]
+
+
+def _answer(judged: Judged, row: int, target: Target) -> dict[str, Any]:
+    truth, result = judged.truth[row], judged.predicted[row]
+    if isinstance(target, Value):
+        return {"truth": f"{float(truth):.4g}", "found": f"{float(result):.4g}"}
+    assert isinstance(target, OneClass | Labels)
+    best = int(result.argmax())
+    if isinstance(target, Labels):
+        names = [name for name, has in zip(target.classes, truth, strict=True) if has > 0]
+        said = ", ".join(names) or "none"
+    else:
+        said = target.classes[int(truth)]
+    return {"truth": said, "found": target.classes[best], "chance": round(float(result[best]), 4)}
+
+
+def _tried(
+    predict: Predict, pair: Sequence[str], tokenizer: Tokenizer, target: Target, *, padding: int
+) -> dict[str, Any] | None:
+    """Return the letters around a variant with what each adds; None where it is no exchange."""
+    reference, alternative = pair
+    changed = [at for at, (a, b) in enumerate(zip(reference, alternative, strict=False)) if a != b]
+    if len(reference) != len(alternative) or not 0 < len(changed) <= MOST_CHANGED:
+        return None
+    letters = tokenizer.alphabet.letters
+    trials = MOST_LETTERS // (2 * VARIANTS * (len(letters) - 1) * len(reference))
+    reach = min(REACH, (trials - (changed[-1] - changed[0] + 1)) // 2)
+    if reach < 0:
+        return None
+    first, last = max(changed[0] - reach, 0), min(changed[-1] + reach, len(reference) - 1)
+    pairs, places = [(reference, alternative)], list[int]()
+    for at in range(first, last + 1):
+        for letter in letters.replace(alternative[at], ""):
+            other = _exchanged(alternative, at, letter)
+            pairs.append((reference if at in changed else _exchanged(reference, at, letter), other))
+            places.append(at)
+    scores = _scores(predict, pairs, tokenizer, target, padding=padding)
+    if not np.isfinite(scores).all():
+        return None
+    means = [scores[1:][np.array(places) == at].mean() for at in range(first, last + 1)]
+    return {
+        "start": first,
+        "reference": reference[first : last + 1],
+        "alternative": alternative[first : last + 1],
+        "adds": [round(float(scores[0] - mean), 5) for mean in means],
+    }
+
+
+def _exchanged(sequence: str, at: int, letter: str) -> str:
+    return f"{sequence[:at]}{letter}{sequence[at + 1 :]}"
+
+
+def _scores(
+    predict: Predict,
+    pairs: Sequence[tuple[str, str]],
+    tokenizer: Tokenizer,
+    target: Target,
+    *,
+    padding: int,
+) -> Predicted:
+    """Return the score of each pair: a value, or the log-odds of what the first is taken for."""
+    examples = Examples(
+        tokens=Ragged.joined([tokenizer.encode(one) for one, _ in pairs], np.int64),
+        alternatives=Ragged.joined([tokenizer.encode(two) for _, two in pairs], np.int64),
+        targets=None,
+        padding=padding,
+    )
+    size = max(1, 2**15 // examples.common_width)
+    matched = torch.cat([predict(batch).double().cpu() for batch in examples.batches(size)])
+    if isinstance(target, Value):
+        scores = matched[:, 0] * target.spread + target.centre
+    elif isinstance(target, Labels):
+        scores = matched[:, matched[0].argmax()]
+    else:
+        best = int(matched[0].argmax())
+        rest = torch.cat([matched[:, :best], matched[:, best + 1 :]], dim=1)
+        scores = matched[:, best] - rest.logsumexp(1)
+    out: Predicted = scores.numpy()
+    return out
+
+
+SAMPLES, PROMPT_TOKENS, SAMPLE_TOKENS = 8, 16, 192
+"""Samples, tokens of a held-out sequence that each goes on from, and tokens that are written."""
+SHOWN_SAMPLES = 4
+"""Samples whose letters are kept; all count in the spectrum."""
+MOST_KMERS = 64
+"""Of a spectrum: three bases, one residue."""
+MOST_HELD_OUT = 2**22
+"""Letters of the held-out sequences that are counted."""
+
+
+def written_samples(
+    network: Network, held_out: Examples, tokenizer: Tokenizer, *, seed: int
+) -> dict[str, Any] | None:
+    """Let a network go on from the beginnings of held-out sequences, and count its k-mers.
+
+    None where no sequence is long enough to begin with.
+    """
+    lengths = np.diff(held_out.tokens.ends, prepend=0)
+    rows = np.flatnonzero(lengths > PROMPT_TOKENS)[:SAMPLES]
+    if not len(rows):
+        return None
+    device = next(network.parameters()).device
+    prompts = np.stack([held_out.tokens[int(row)][:PROMPT_TOKENS].astype(np.int64) for row in rows])
+    tokens = generate(
+        network.backbone,
+        network.head,
+        torch.from_numpy(prompts).to(device),
+        count=SAMPLE_TOKENS,
+        allowed=torch.tensor(ids_of_letters(tokenizer), device=device),
+        generator=torch.Generator(device).manual_seed(seed),
+    )
+    texts = [tokenizer.decode(row) for row in tokens.cpu().numpy()]
+    begun = [tokenizer.decode(row) for row in prompts]
+    own = [text[len(prompt) :] for text, prompt in zip(texts, begun, strict=True)]
+    real = list(_texts(held_out, tokenizer))
+    return {
+        "samples": [
+            {"name": _name(held_out, row), "prompt": prompt, "written": text}
+            for row, prompt, text in zip(rows[:SHOWN_SAMPLES].tolist(), begun, own, strict=False)
+        ],
+        **_spectra(own, real, tokenizer),
+        **(_gc(own, real) if tokenizer.alphabet.complement is not None else {}),
+    }
+
+
+def ids_of_letters(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that may be written: those of letters, no special one."""
+    return [at for at, token in enumerate(tokenizer.tokens) if not token.startswith("[")]
+
+
+def _name(examples: Examples, row: int) -> str:
+    return examples.names[row] if examples.names else ""
+
+
+def _texts(examples: Examples, tokenizer: Tokenizer) -> Iterable[str]:
+    """Yield sequences until there are letters enough."""
+    letters = 0
+    for row in range(len(examples)):
+        text = tokenizer.decode(examples.tokens[row].astype(np.int64))
+        yield text
+        letters += len(text)
+        if letters > MOST_HELD_OUT:
+            return
+
+
+def _gc(own: list[str], real: list[str]) -> dict[str, Any]:
+    return {"gc": {"written": gc("".join(own)), "held_out": gc("".join(real))}}
+
+
+def _spectra(own: list[str], real: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the share of each k-mer in what was written and in what was held out."""
+    alphabet = tokenizer.alphabet
+    k = next(k for k in (3, 2, 1) if k == 1 or len(alphabet.letters) ** k <= MOST_KMERS)
+    names = ["".join(letters) for letters in product(sorted(alphabet.letters), repeat=k)]
+    shares = {}
+    for key, texts in (("written", own), ("held_out", real)):
+        counts = Counter[str]()
+        for text in texts:
+            counts.update(kmer_counts(text, k, alphabet))
+        total = max(1, counts.total())
+        shares[key] = [round(counts[name] / total, 6) for name in names]
+    return {"spectrum": {"k": k, "kmers": names, **shares}}

@@ -1,12 +1,36 @@
 """The sections of a recipe for sequences of DNA, RNA and protein; names are the field's."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from narrowcast.config.section import Section, check_conflicts
 from narrowcast.config.sections import DataSection, Sections
-from narrowcast.workloads.genomics.labels import MOST_CLASSES, TASK_LABELS
+
+MOST_CLASSES = 10_000
+
+TASK_LABELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "annotation": (
+            "intergenic", "gene", "exon", "intron", "promoter", "enhancer", "silencer",
+            "transcription_start_site", "transcription_end_site", "splice_site",
+        ),
+        "variant_effect": (
+            "benign", "likely_benign", "uncertain_significance", "likely_pathogenic", "pathogenic",
+        ),
+        "protein_function_go": (
+            "molecular_function", "biological_process", "cellular_component", "catalytic_activity",
+            "binding", "transporter_activity", "enzyme_regulator_activity",
+        ),
+        "protein_function_ec": (
+            "oxidoreductase", "transferase", "hydrolase", "lyase", "isomerase", "ligase",
+            "translocase",
+        ),
+    }
+)  # fmt: skip
+
 
 MADE = "made"
 """Data that needs no file: made from the seed, with something to find in it."""

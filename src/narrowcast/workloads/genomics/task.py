@@ -15,14 +15,16 @@ from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import ParameterGroup, Task
 from narrowcast.workloads.genomics.build import Parts, build_parts
-from narrowcast.workloads.genomics.data.examples import Batch, Examples
-from narrowcast.workloads.genomics.models.filters import filter_parameters
-from narrowcast.workloads.genomics.network import Network
-from narrowcast.workloads.genomics.results import Judged, write_judged
-from narrowcast.workloads.genomics.saliency import salient_variants
-from narrowcast.workloads.genomics.samples import written_samples
+from narrowcast.workloads.genomics.data.examples import Batch, Examples, on
+from narrowcast.workloads.genomics.models.hyena import filter_parameters
+from narrowcast.workloads.genomics.models.model import Network
+from narrowcast.workloads.genomics.results import (
+    Judged,
+    salient_variants,
+    write_judged,
+    written_samples,
+)
 from narrowcast.workloads.genomics.settings import GenomicData, Tuning
-from narrowcast.workloads.genomics.source import on
 from narrowcast.workloads.genomics.targets import NextToken, Predicted
 
 OF_SOURCE = "of_source"

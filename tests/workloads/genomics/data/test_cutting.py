@@ -2,7 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.workloads.genomics.data.cutting import (
+from narrowcast.workloads.genomics.data.rows import (
+    Row,
     both_strands,
     held_out_tails,
     shortened,
@@ -10,7 +11,6 @@ from narrowcast.workloads.genomics.data.cutting import (
     windows,
     without,
 )
-from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.sequences.alphabets import DNA, RNA
 
 letters = st.text(alphabet="ACGT", min_size=1, max_size=60)

@@ -7,7 +7,7 @@ import pytest
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.data import made
-from narrowcast.workloads.genomics.labels import TASK_LABELS
+from narrowcast.workloads.genomics.settings import TASK_LABELS
 
 
 def rows(task, part="train", *, function="go", seed=0):

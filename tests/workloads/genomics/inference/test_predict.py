@@ -9,8 +9,7 @@ import torch
 
 from narrowcast.cli.entry import run_command
 from narrowcast.workloads.genomics.inference.finished import finished as loaded
-from narrowcast.workloads.genomics.inference.predict import Prediction, intervals
-from narrowcast.workloads.genomics.inference.writing import lines
+from narrowcast.workloads.genomics.inference.predict import Prediction, intervals, lines
 from narrowcast.workloads.genomics.targets import EveryLetter
 
 

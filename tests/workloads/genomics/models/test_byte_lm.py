@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from narrowcast.workloads.genomics.models.byte_lm import ByteLM, threshold_for, train_byte_lm
+from narrowcast.workloads.genomics.models.patches import ByteLM, threshold_for, train_byte_lm
 
 
 def source(letters, *, seed=0):

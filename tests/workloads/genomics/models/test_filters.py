@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
-from narrowcast.workloads.genomics.models.filters import ImplicitFilter, filter_parameters
-from narrowcast.workloads.genomics.models.hyena import HyenaOperator
+from narrowcast.workloads.genomics.models.hyena import (
+    HyenaOperator,
+    ImplicitFilter,
+    filter_parameters,
+)
 
 
 def tap(made, t, *, row, rate):

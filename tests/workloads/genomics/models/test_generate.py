@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from narrowcast.workloads.genomics.models.config import GenomicConfig
-from narrowcast.workloads.genomics.models.generate import choose, generate
 from narrowcast.workloads.genomics.models.heads import NextTokenHead
-from narrowcast.workloads.genomics.models.model import GenomicModel
+from narrowcast.workloads.genomics.models.model import GenomicModel, choose, generate
 
 CHANCES = torch.tensor([0.1, 0.4, 0.2, 0.3])
 

@@ -9,10 +9,10 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.genomics.models.byte_lm import ByteLM, threshold_for
 from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
 from narrowcast.workloads.genomics.models.heads import NextTokenHead, SequenceHead
 from narrowcast.workloads.genomics.models.model import GenomicModel
+from narrowcast.workloads.genomics.models.patches import ByteLM, threshold_for
 
 BACKBONES = ("hyena", "attention", "cnn")
 COMPLEMENT = [0, 1, 2, 4, 3, 6, 5, 7]  # two pairs of letters, and what is its own complement

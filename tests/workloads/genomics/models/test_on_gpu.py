@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from narrowcast.workloads.genomics.models.byte_lm import ByteLM, threshold_for
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.hyena import HyenaOperator
 from narrowcast.workloads.genomics.models.model import GenomicModel
+from narrowcast.workloads.genomics.models.patches import ByteLM, threshold_for
 
 
 def patched(backbone="hyena"):

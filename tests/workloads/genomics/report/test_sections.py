@@ -10,8 +10,8 @@ import pytest
 from scipy import stats
 
 from narrowcast.runs.report_drawing import Scale
-from narrowcast.workloads.genomics.report import sections
 from narrowcast.workloads.genomics.report.pictures import correlation
+from narrowcast.workloads.genomics.report.sections import sections
 
 
 @pytest.fixture

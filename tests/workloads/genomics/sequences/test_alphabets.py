@@ -2,15 +2,15 @@ import pytest
 from Bio.Data import IUPACData
 from hypothesis import given
 from hypothesis import strategies as st
-from narrowcast.workloads.genomicss.alphabets import (
+
+from narrowcast.errors import ConfigError
+from narrowcast.workloads.genomics.sequences.alphabets import (
     ALPHABETS,
     DNA,
     PROTEIN,
     RNA,
     guess_alphabet,
 )
-
-from narrowcast.errors import ConfigError
 
 
 def test_letters_are_those_of_iupac_as_biopython_lists_them():

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
-from narrowcast.workloads.genomics.sequences.features import Feature, Part
 from narrowcast.workloads.genomics.sequences.labels import (
     IGNORE,
     base_labels,
@@ -17,7 +16,7 @@ from narrowcast.workloads.genomics.sequences.labels import (
     token_labels,
 )
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
-from narrowcast.workloads.genomics.sequences.readers.record import Record
+from narrowcast.workloads.genomics.sequences.readers.record import Feature, Part, Record
 from narrowcast.workloads.genomics.sequences.tokenizers import KmerTokenizer
 
 

@@ -113,3 +113,8 @@ class Examples:
         if isinstance(targets, np.ndarray):
             arrays.append(targets)
         return fingerprint(*arrays)
+
+
+def on(device: torch.device, batch: Batch) -> Batch:
+    """Return the batch copied to a device."""
+    return {key: value.to(device) for key, value in batch.items()}

@@ -12,8 +12,7 @@ import numpy as np
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.data.rows import Numbers, Row
-from narrowcast.workloads.genomics.labels import TASK_LABELS
-from narrowcast.workloads.genomics.settings import MADE
+from narrowcast.workloads.genomics.settings import MADE, TASK_LABELS
 
 PLACE = f"data.path={MADE}"
 BASES = "ATCG"

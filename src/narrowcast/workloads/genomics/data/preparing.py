@@ -10,23 +10,21 @@ import numpy as np
 from narrowcast.config.problems import shortened as shortened_text
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.data import made
-from narrowcast.workloads.genomics.data.cutting import (
-    both_strands,
-    shortened,
-    split_rows,
-    windows,
-    without,
-)
 from narrowcast.workloads.genomics.data.examples import Examples, Ragged, Targets
 from narrowcast.workloads.genomics.data.reading import read_rows
 from narrowcast.workloads.genomics.data.rows import (
     UNLABELLED,
     Row,
+    both_strands,
     class_numbers,
     collect_classes,
     label_table,
     row_classes,
     row_values,
+    shortened,
+    split_rows,
+    windows,
+    without,
 )
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS
 from narrowcast.workloads.genomics.sequences.labels import token_labels

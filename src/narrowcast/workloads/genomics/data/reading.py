@@ -11,11 +11,10 @@ from narrowcast.errors import ConfigError
 from narrowcast.plain_files import expand_path
 from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS
-from narrowcast.workloads.genomics.sequences.features import Feature
 from narrowcast.workloads.genomics.sequences.labels import base_labels, letter_labels
 from narrowcast.workloads.genomics.sequences.readers.gff import read_features
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
-from narrowcast.workloads.genomics.sequences.readers.record import Record
+from narrowcast.workloads.genomics.sequences.readers.record import Feature, Record
 from narrowcast.workloads.genomics.sequences.readers.vcf import (
     Skipped,
     Variant,

@@ -16,9 +16,9 @@ from narrowcast.precision.plan.policy import PRESETS, policy_from
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.workloads.genomics.build import make_network
-from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged
+from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged, on
 from narrowcast.workloads.genomics.data.rows import Row
-from narrowcast.workloads.genomics.network import Network
+from narrowcast.workloads.genomics.models.model import Network
 from narrowcast.workloads.genomics.network_info import (
     NetworkInfo,
     load_into,
@@ -27,7 +27,6 @@ from narrowcast.workloads.genomics.network_info import (
 )
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS, Alphabet
 from narrowcast.workloads.genomics.sequences.tokenizers import Ids, Tokenizer, make_tokenizer
-from narrowcast.workloads.genomics.source import on
 from narrowcast.workloads.genomics.targets import (
     EveryLetter,
     Labels,

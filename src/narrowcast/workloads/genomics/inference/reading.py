@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import final
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.genomics.data.cutting import shortened
-from narrowcast.workloads.genomics.data.rows import Row
+from narrowcast.workloads.genomics.data.rows import Row, shortened
 from narrowcast.workloads.genomics.inference.finished import Finished
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
 from narrowcast.workloads.genomics.sequences.readers.vcf import (

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from narrowcast.errors import DivergedError, UnsupportedError
 from narrowcast.workloads.genomics.inference.finished import Finished, is_out_of_memory
-from narrowcast.workloads.genomics.models.generate import generate
-from narrowcast.workloads.genomics.samples import ids_of_letters
+from narrowcast.workloads.genomics.models.model import generate
+from narrowcast.workloads.genomics.results import ids_of_letters
 from narrowcast.workloads.genomics.sequences.operations import gc
 
 AT_ONCE = 16

@@ -1,11 +1,98 @@
 """The Hyena operator: long convolutions and gates in the place of attention (Poli et al. 2023)."""
 
-import torch
-from torch import Tensor, nn
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.workloads.genomics.models.convolution import Method, gated_convolution
-from narrowcast.workloads.genomics.models.filters import ImplicitFilter
-from narrowcast.workloads.genomics.models.short import short_convolution
+
+BANDS = 2
+"""Frequencies of a position, and so five features."""
+SINE_FREQUENCY = 10.0
+"""What sines are multiplied with at first; each unit learns its own."""
+FADED, FAST, SLOW = 0.01, 0.3, 1.5
+"""Taps of the fastest channel have fallen to a hundredth at 0.3 of the longest sequence, those of
+the slowest at 1.5 of it."""
+
+
+class ImplicitFilter(nn.Module):
+    """Give `orders` filters for each of `width` channels, and a bias that passes letters on.
+
+    Computed in fp32 under any policy, and therefore without linear layers, which policies give
+    their format: 8 bits cannot tell neighbouring positions apart. Weights of filters do not decay
+    (`filter_parameters`).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        max_length: int,
+        causal: bool = True,
+        orders: int = 1,
+        hidden: int = 64,
+    ) -> None:
+        super().__init__()
+        self.shape = (orders, 1 if causal else 2, width)
+        self.max_length = max_length
+        sizes = [1 + 2 * BANDS, hidden, hidden, hidden]
+        pairs = list(itertools.pairwise(sizes))
+        self.weights = nn.ParameterList(_uniform(outs, ins, within=ins) for ins, outs in pairs)
+        self.biases = nn.ParameterList(_uniform(outs, within=ins) for ins, outs in pairs)
+        self.output = _uniform(math.prod(self.shape), hidden, within=hidden)
+        self.frequency = nn.Parameter(torch.full((hidden,), SINE_FREQUENCY))
+        self.bias = nn.Parameter(torch.randn(orders, width))
+
+    def forward(self, length: int) -> Tensor:
+        """Return filters for sequences of `length`: (orders, width, taps).
+
+        Causal ones have `length` taps, two-sided ones 2 · length − 1 with lag 0 in the middle.
+        """
+        with torch.autocast(self.bias.device.type, enabled=False):
+            return self._filters(length)
+
+    def _filters(self, length: int) -> Tensor:
+        dtype = torch.float64 if self.frequency.dtype == torch.float64 else torch.float32
+        position = torch.arange(length, device=self.bias.device, dtype=dtype)
+        time = position / max(self.max_length - 1, 1)
+        x = self._features(position, time).t()  # (features, length)
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            x = torch.addmm(bias.to(dtype)[:, None], weight.to(dtype), x)
+            x = torch.sin(self.frequency.to(dtype)[:, None] * x)
+        taps: Tensor = (self.output.to(dtype) @ x).unflatten(0, self.shape)
+        slow, fast = -math.log(FADED) / SLOW, -math.log(FADED) / FAST
+        rates = torch.linspace(slow, fast, self.shape[-1], device=time.device, dtype=dtype)
+        taps = taps * torch.exp(-rates[:, None] * time)
+        if self.shape[1] == 1:
+            return taps[:, 0]
+        after, ahead = taps.unbind(1)
+        return torch.cat([ahead[..., 1:].flip(-1), after], dim=-1)
+
+    def _features(self, position: Tensor, time: Tensor) -> Tensor:
+        bands = torch.linspace(1e-4, BANDS - 1, BANDS, device=time.device, dtype=time.dtype)
+        angles = position[:, None] * (2 * math.pi / self.max_length) * bands
+        return torch.cat([time[:, None], angles.cos(), -angles.sin()], dim=1)
+
+
+def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of implicit filters, which weight decay would only blur."""
+    for module in model.modules():
+        if isinstance(module, ImplicitFilter):
+            yield from module.parameters()
+
+
+def _uniform(*shape: int, within: int) -> nn.Parameter:
+    """Draw a weight as linear layers of that many inputs begin."""
+    bound = within**-0.5
+    return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
+
 
 SHORT = 3
 """Taps of the convolution on every projected channel."""
@@ -71,3 +158,86 @@ class ShortConvolution(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (rows, channels, length) of (rows, length, channels)."""
         return short_convolution(x, self.weight, self.bias, causal=self.causal)
+
+
+def short_convolution(x: Tensor, weight: Tensor, bias: Tensor, *, causal: bool) -> Tensor:
+    """Return (rows, channels, length) of (rows, length, channels), by (channels, 3) taps.
+
+    The last tap is the position's own if `causal`, else the middle one.
+    """
+    left = 2 if causal else 1
+    if x.device.type == "cpu" or x.dtype == torch.float64:
+        padded = F.pad(x.transpose(1, 2), (left, 2 - left))
+        return F.conv1d(padded, weight[:, None], bias, groups=len(bias))
+    result: Tensor = _apply(x, weight, bias, left)
+    return result
+
+
+class _ShortConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, left: int) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.left = left
+        result: Tensor = torch.ops.narrowcast.short_convolution(x, weight, bias, left)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads = torch.ops.narrowcast.short_convolution_backward(grad, *ctx.saved_tensors, ctx.left)
+        return *grads, None
+
+
+_apply: Any = _ShortConvolution.apply
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor, left: int) -> Tensor:
+    if unsupported_reason(x.device):
+        padded = F.pad(x.transpose(1, 2), (left, 2 - left))
+        taps = weight[:, None].to(x.dtype)
+        return F.conv1d(padded, taps, bias.to(x.dtype), groups=len(bias)).contiguous()
+    from narrowcast.workloads.genomics.models.kernels.short import short_forward
+
+    return short_forward(x, weight, bias, left)
+
+
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, left: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if unsupported_reason(x.device):
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_() for t in (x, weight, bias)]
+            out = _forward(inputs[0], inputs[1], inputs[2], left)
+        to_x, to_weight, to_bias = torch.autograd.grad(out, inputs, grad)
+        return to_x.contiguous(), to_weight.contiguous(), to_bias.contiguous()
+    from narrowcast.workloads.genomics.models.kernels.short import short_backward
+
+    to_x, to_weight, to_bias = short_backward(grad, x, weight, left)
+    return to_x, to_weight.contiguous(), to_bias.contiguous()
+
+
+def _empty(x: Tensor, weight: Tensor, bias: Tensor, left: int) -> Tensor:
+    rows, length, channels = x.shape
+    return x.new_empty((rows, channels, length))
+
+
+def _empty_grads(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, left: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+
+
+_library = torch.library.Library("narrowcast", "FRAGMENT")
+_library.define(
+    "short_convolution(Tensor x, Tensor weight, Tensor bias, int left) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "short_convolution_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, int left)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.impl("short_convolution", _forward, "CompositeExplicitAutograd")
+_library.impl("short_convolution_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("narrowcast::short_convolution", _empty)
+torch.library.register_fake("narrowcast::short_convolution_backward", _empty_grads)

@@ -1,5 +1,1 @@
-"""Report sections of a genomics run, as HTML and SVG; a pure function of the run folder."""
-
-from narrowcast.workloads.genomics.report.sections import sections
-
-__all__ = ["sections"]
+"""Report sections of a genomics run, as HTML and SVG."""

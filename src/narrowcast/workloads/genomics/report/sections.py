@@ -10,7 +10,8 @@ from narrowcast.errors import NarrowcastError
 from narrowcast.plain_files import read_plain
 from narrowcast.runs import Record, ReportSection, RunFolder, TaskInfo, strict_json
 from narrowcast.runs.report_drawing import COLOURS, colour, legend
-from narrowcast.workloads.genomics.report import pictures, tables
+from narrowcast.runs.strict_json import NONFINITE
+from narrowcast.workloads.genomics.report import pictures
 from narrowcast.workloads.genomics.results import FILE
 from narrowcast.workloads.genomics.sequences.operations import gc
 
@@ -21,6 +22,90 @@ WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError, Zero
 
 Sets: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The results of each evaluated set: validation, and test if there is one."""
+MOST_TINT = 45
+"""Per cent of a colour below words: the words stay readable on it, in light and dark."""
+LONGEST_NAME = 32
+"""Letters of a class in a table."""
+
+
+def _measures_table(sets: Sets, info: TaskInfo) -> str:
+    """Return a table of metrics, one column per set, in the order of the task."""
+    if not sets:
+        return ""
+    known = {metric.name: metric for metric in info.metrics}
+    matches = {name for message in sets.values() for name in message["measured"]}
+    names = [name for name in known if name in matches] + sorted(matches - set(known))
+    rows = []
+    for name in names:
+        cells = []
+        for notice in sets.values():
+            text = ""
+            if (value := notice["measured"].get(name)) is not None:
+                number = NONFINITE[value] if isinstance(value, str) else float(value)
+                form = (known[name].text if name in known else "") or ".4f"
+                text = f"{number:{form}}" if math.isfinite(number) else f"{number}"
+            cells.append(f'<td class="number">{escape(text)}</td>')
+        rows.append(f'<tr><th scope="row">{escape(_spoken(name))}</th>{"".join(cells)}</tr>')
+    heads = "".join(
+        f'<th scope="col" class="number">{escape(name)}, {_count(counts)}</th>'
+        for name, counts in sets.items()
+    )
+    return (
+        f'<div class="scroll"><table class="narrow"><thead><tr><th scope="col">metric</th>'
+        f"{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _count(info: Mapping[str, Any]) -> str:
+    rows = int(info["rows"])
+    return f"{rows:,} row{'' if rows == 1 else 's'}"
+
+
+def _spoken(name: str) -> str:
+    if name in ("mcc", "f1", "auroc", "auprc", "rmse"):
+        return name.upper()
+    return name.capitalize() if name in ("spearman", "pearson") else name.replace("_", " ")
+
+
+def _confusion_table(classes: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
+    """Return the confusion matrix; a cell is as dark as its share of the row."""
+    rows = []
+    for at, row in enumerate(counts):
+        total = sum(int(count) for count in row)
+        cells = [_cell(int(count), total, right=at == there) for there, count in enumerate(row)]
+        rows.append(
+            f'<tr><th scope="row" style="white-space:nowrap">{_short(classes[at])}</th>'
+            f"{''.join(cells)}"
+            f'<td class="number quiet" style="padding-left:.75rem">{total:,}</td></tr>'
+        )
+    heads = "".join(
+        f'<th scope="col" class="number" style="padding:.25rem .625rem">{_short(name)}</th>'
+        for name in classes
+    )
+    return (
+        '<div class="scroll"><table class="narrow"><thead><tr>'
+        '<th scope="col">true \\ predicted</th>'
+        f'{heads}<th scope="col" class="number">total</th></tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _short(name: str) -> str:
+    """Return a name that leaves room for others."""
+    text = str(name)
+    return escape(text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…")
+
+
+def _cell(count: int, total: int, *, right: bool) -> str:
+    share = count / total if total else 0.0
+    shade = "var(--series)" if right else "var(--evaluated)"
+    tint = f"color-mix(in srgb,{shade} {MOST_TINT * share:.0f}%,transparent)"
+    weight = ";font-weight:600" if right else "" if count else ";color:var(--quiet)"
+    said = f"{share:.1%} of the row"
+    return (
+        f'<td class="number" title="{said}" style="padding:.375rem .625rem;background:{tint}'
+        f'{weight}">{count:,}</td>'
+    )
 
 
 def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
@@ -80,13 +165,9 @@ def _last(sets: Sets, key: str) -> tuple[str, Any] | None:
     return there[-1] if there else None
 
 
-def _measures(sets: Sets, info: TaskInfo) -> str:
-    return tables.measures(sets, info) if sets else ""
-
-
 def _confusion(sets: Sets, info: TaskInfo) -> str:
     def draw(message: Mapping[str, Any]) -> str:
-        return tables.confusion(message["confusion"]["classes"], message["confusion"]["counts"])
+        return _confusion_table(message["confusion"]["classes"], message["confusion"]["counts"])
 
     html = _each(sets, "confusion", draw)
     note = "Rows are true classes, columns are predicted classes. Shading shows the share of a row."
@@ -194,7 +275,7 @@ def _written(sets: Sets, info: TaskInfo) -> str:
 
 
 DRAWN: Mapping[str, Callable[[Sets, TaskInfo], str]] = {
-    "Metrics": _measures,
+    "Metrics": _measures_table,
     "Confusion matrix": _confusion,
     "Precision-recall curve": _curves,
     "Predicted and true values": _cloud,

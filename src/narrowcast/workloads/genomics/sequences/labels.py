@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from narrowcast.config.problems import shortened
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.genomics.sequences.features import Feature, Part
-from narrowcast.workloads.genomics.sequences.readers.record import Record
+from narrowcast.workloads.genomics.sequences.readers.record import Feature, Part, Record
 from narrowcast.workloads.genomics.sequences.tokenizers import Ids, Spans
 
 IGNORE = -100

@@ -9,10 +9,10 @@ from Bio.SeqFeature import CompoundLocation, FeatureLocation, SeqFeature
 from Bio.SeqRecord import SeqRecord
 
 from narrowcast.errors import ConfigError, UnsupportedError
-from narrowcast.workloads.genomics.sequences.features import Part
 from narrowcast.workloads.genomics.sequences.operations import reverse_complement
 from narrowcast.workloads.genomics.sequences.readers.gff import read_features
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
+from narrowcast.workloads.genomics.sequences.readers.record import Part
 
 
 def extract(sequence, parts):

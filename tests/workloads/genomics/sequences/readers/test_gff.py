@@ -1,8 +1,8 @@
 import pytest
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.genomics.sequences.features import Feature, Part
 from narrowcast.workloads.genomics.sequences.readers.gff import read_features
+from narrowcast.workloads.genomics.sequences.readers.record import Feature, Part
 
 GFF = (
     "##gff-version 3\n# said\n\n"

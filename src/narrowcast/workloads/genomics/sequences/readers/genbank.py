@@ -9,8 +9,13 @@ from typing import Any, BinaryIO
 from narrowcast.config.problems import shortened, shown_path
 from narrowcast.config.workload import require_modules
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.genomics.sequences.features import Feature, Part, Strand
-from narrowcast.workloads.genomics.sequences.readers.record import Raw, record_location
+from narrowcast.workloads.genomics.sequences.readers.record import (
+    Feature,
+    Part,
+    Raw,
+    Strand,
+    record_location,
+)
 
 INSTALL = "narrowcast[genomics]"
 

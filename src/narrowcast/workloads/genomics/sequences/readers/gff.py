@@ -6,10 +6,16 @@ from urllib.parse import unquote
 
 from narrowcast.config.problems import shortened, shown_path
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.genomics.sequences.features import Feature, Part, Strand
-from narrowcast.workloads.genomics.sequences.readers.files import HEAD_BYTES, decode_text, opened
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
-from narrowcast.workloads.genomics.sequences.readers.record import record_location
+from narrowcast.workloads.genomics.sequences.readers.record import (
+    HEAD_BYTES,
+    Feature,
+    Part,
+    Strand,
+    decode_text,
+    opened,
+    record_location,
+)
 
 _STRANDS: Mapping[str, Strand] = {"+": 1, "-": -1, ".": 0, "?": 0}
 COLUMNS = 9

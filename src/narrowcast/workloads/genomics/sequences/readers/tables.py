@@ -11,8 +11,12 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from narrowcast.config.problems import shortened, shown_path
 from narrowcast.errors import ConfigError
 from narrowcast.runs.environment import host_memory_bytes
-from narrowcast.workloads.genomics.sequences.readers.files import HEAD_BYTES, decode_text, opened
-from narrowcast.workloads.genomics.sequences.readers.record import record_location
+from narrowcast.workloads.genomics.sequences.readers.record import (
+    HEAD_BYTES,
+    decode_text,
+    opened,
+    record_location,
+)
 
 TableFormat = Literal["csv", "tsv", "json", "jsonl"]
 LONGEST_FIELD = 2**28

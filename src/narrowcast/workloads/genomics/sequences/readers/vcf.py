@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, final
 
 from narrowcast.config.problems import shortened, shown_path
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.genomics.sequences.readers.files import (
+from narrowcast.workloads.genomics.sequences.readers.record import (
     HEAD_BYTES,
     Reader,
     decode_text,
     opened,
+    record_location,
 )
-from narrowcast.workloads.genomics.sequences.readers.record import record_location
 from narrowcast.workloads.genomics.sequences.readers.tables import read_table
 
 _PER_ALLELE = re.compile(rb"##INFO=<(?:.*,)?ID=(?P<key>[^,>]+),Number=(?P<number>[AR])[,>]")
