@@ -1,4 +1,4 @@
-"""What a recipe of genomics names, made: sequences, their targets, and a network for them."""
+"""Build the data, the targets and the network that a genomics recipe describes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -37,14 +37,16 @@ from narrowcast.workloads.genomics.targets import (
 
 LETTERS_FOR_PATCHES = 2**17
 """Training letters that the byte model of entropy patches is trained on."""
-SOURCE_STEPS, SOURCE_ROWS = 300, 32
-SOURCE_LR, SOURCE_CLIP_NORM = 1e-3, 1.0
+SOURCE_STEPS = 300
+SOURCE_ROWS = 32
+SOURCE_LR = 1e-3
+SOURCE_CLIP_NORM = 1.0
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """A network, what it learns, and what it is judged on."""
+    """A network with its training and evaluation data."""
 
     network: Network
     tokenizer: Tokenizer
@@ -56,13 +58,12 @@ class Parts:
     info: NetworkInfo
     unit: str
     letters: Tensor
-    """Tokens of one letter each, of which mutations are drawn; on the device, for a step is to
-    copy nothing to it."""
+    """Single-letter tokens to draw mutations from, on the device so that no step copies them."""
     notes: tuple[str, ...]
 
 
 def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
-    """Read the data and make the network on `device`; on the meta device only its shapes."""
+    """Read the data and build the network on `device`; on the meta device only its shapes."""
     data, objective = recipe.section(GenomicData), recipe.section(Objective)
     path = recipe.section(GenomicModelSection).path
     base = read_network_info(path)[0] if path else None
@@ -105,7 +106,7 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
 
 
 def make_target(objective: Objective, rows: Examined, tokenizer: Tokenizer) -> Target:
-    """Return the kind of target of a recipe."""
+    """Return the target of a recipe; raise if the training data cannot teach it."""
     train, classes, smoothing = rows.parts["train"], rows.classes, objective.label_smoothing
     match objective.task, objective.target:
         case "generation", _:
@@ -134,7 +135,7 @@ def make_target(objective: Objective, rows: Examined, tokenizer: Tokenizer) -> T
 
 
 def _extremes(row: Row) -> list[int]:
-    """Return the first and the last of the classes that its letters have, by number."""
+    """Return the smallest and the largest class among the letters of a row."""
     assert row.letters is not None
     known = row.letters[row.letters != UNLABELLED]
     return [known.min(), known.max()] if len(known) else []
@@ -148,14 +149,14 @@ def _nothing_to_learn(what: str, *, of: str = "sequences") -> ConfigError:
 
 
 def _unit(data: GenomicData) -> str:
-    """What the network reads, and a run counts."""
+    """Return the unit that a run counts."""
     if data.tokenizer == "kmer":
         return "token"
     return "residue" if data.alphabet == "protein" else "base"
 
 
 def _find_patches(train: Examples, saved: NetworkInfo, *, seed: int) -> tuple[ByteLM, NetworkInfo]:
-    """Learn which letters are in doubt, and from how much doubt on a patch begins."""
+    """Train the byte model of entropy patches and choose its threshold."""
     letters = torch.from_numpy(train.tokens.values[:LETTERS_FOR_PATCHES].astype(np.int64))
     generator = torch.Generator().manual_seed(seed)
     model = train_byte_lm(letters, vocab_size=saved.config.vocab_size, generator=generator)
@@ -173,7 +174,7 @@ def make_network(
     device: torch.device,
     byte_lm: ByteLM | None = None,
 ) -> Network:
-    """Return a network on `device` with weights drawn by a seed, the same on every device."""
+    """Return a network with weights drawn from the seed on the CPU, the same on every device."""
     # Of k-mers, the other strand has others where letters are left over.
     table = tokenizer.complement if tokenizer.width == 1 else None
     complement = None if table is None else table.tolist()
@@ -196,7 +197,7 @@ def _network_info(
     width: int,
     base: NetworkInfo | None,
 ) -> NetworkInfo:
-    """Return all that a prediction needs to know, beside the weights."""
+    """Return what is saved next to the weights for predictions."""
     data, objective = recipe.section(GenomicData), recipe.section(Objective)
     model = recipe.section(GenomicModelSection)
     value = target if isinstance(target, Value) else Value()
@@ -222,7 +223,7 @@ def _network_info(
 def _config(
     model: GenomicModelSection, objective: Objective, *, vocab_size: int, length: int
 ) -> GenomicConfig:
-    """Return the shape of a new network: a preset's, but for what the recipe says."""
+    """Return the config of a new network: the preset, overridden by the recipe."""
     shape = dict(PRESETS[model.preset])
     named = {field.name for field in fields(GenomicConfig)}
     requested = {key: value for key, value in model.model_dump().items() if key in named}
@@ -233,7 +234,7 @@ def _config(
 
 
 def _check_tokens(base: NetworkInfo | None, data: GenomicData) -> None:
-    """Refuse to go on with a network that learnt other tokens than the recipe's."""
+    """Check that the recipe tokenizes like the network of model.path."""
     if base is None:
         return
     for key in ("alphabet", "tokenizer", "kmer", "overlap"):
@@ -246,7 +247,7 @@ def _check_tokens(base: NetworkInfo | None, data: GenomicData) -> None:
 
 
 def _check_causal(base: NetworkInfo | None, objective: Objective) -> None:
-    """Refuse to write with a network that was trained to see what comes."""
+    """Check that a network used for generation is causal."""
     if base is not None and objective.task == "generation" and not base.config.causal:
         raise ConfigError(
             "objective.task=generation needs a causal network, but the network of model.path was "
@@ -256,7 +257,7 @@ def _check_causal(base: NetworkInfo | None, objective: Objective) -> None:
 
 
 def _check_strands(stored: NetworkInfo) -> None:
-    """Refuse to tell strands apart with a network for which they are the same."""
+    """Check that no classes differ by strand only in a strand-symmetric network."""
     if stored.task != "annotation" or not stored.config.reverse_complement:
         return
     for name in stored.classes:
@@ -278,7 +279,7 @@ def _begin(
     target: Target,
     source: tuple[Examples, Examples] | None,
 ) -> Iterator[str]:
-    """Give a network what it is to begin with; yield what there is to say of that."""
+    """Load or train the starting weights; yield notes about them."""
     device = next(network.parameters()).device
     if base is not None:
         yield _go_on(network, recipe, base, stored)
@@ -293,7 +294,7 @@ def _begin(
 
 
 def _go_on(network: Network, recipe: Recipe, base: NetworkInfo, stored: NetworkInfo) -> str:
-    """Give a network the weights of a finished run; return what there is to say of that."""
+    """Load the weights of a finished run; return a note about it."""
     name = recipe.section(GenomicModelSection).path
     places = ["max_length"] if stored.pool == "position" else []
     same = ["target", "classes", "pairs", "pool", *places]

@@ -1,4 +1,4 @@
-"""`narrowcast genomics`: a base of your own, predictions, scores of variants, and new sequences."""
+"""`narrowcast genomics`: pretrain, predict, score variants, generate sequences."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from narrowcast.plain_files import expand_path
 from narrowcast.runs.writing import written_atomically
 
 LINE_SECONDS = 2.0
-"""Between two lines that say how far a command is, and before the first."""
+"""Seconds between two progress lines, and before the first."""
 
 _Item = TypeVar("_Item")
 _SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
@@ -59,7 +59,7 @@ _TABLE = (
 
 
 def _with(*groups: tuple[Any, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add options that several commands share."""
+    """Return a decorator that adds groups of options."""
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
         for option in reversed([each for group in groups for each in group]):
@@ -251,7 +251,7 @@ def generate(run: str, device: str, policy: str, **options: Any) -> None:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the words of a recipe that files and KEY=VALUE words stand for."""
+    """Return recipe overrides from files and KEY=VALUE words."""
     settings = [
         word for word in overrides if _SETTING.match(word) and not expand_path(word).is_file()
     ]
@@ -302,7 +302,7 @@ def _write(path: Path | None, lines: Iterable[str], meter: "_Meter") -> None:
 
 @final
 class _Meter:
-    """Says on stderr how far something is: on one line of a terminal, now and then elsewhere."""
+    """Progress on stderr: one updated line on a terminal, a line now and then elsewhere."""
 
     def __init__(self, what: str) -> None:
         self._what, self._said = what, time.monotonic()
@@ -310,7 +310,7 @@ class _Meter:
         self._drawn = False
 
     def at(self, done: int) -> None:
-        """Say that so much is done."""
+        """Print the count if it is time to."""
         now = time.monotonic()
         if now - self._said < (0.2 if self._drawn and self._live else LINE_SECONDS):
             return
@@ -319,13 +319,12 @@ class _Meter:
         click.echo(f"\r{text}" if self._live else text, err=True, nl=not self._live)
 
     def counted(self, items: Iterable[_Item]) -> Iterator[_Item]:
-        """Hand items on, and count them."""
+        """Yield the items and count them."""
         for done, item in enumerate(items, 1):
             yield item
             self.at(done)
 
     def clear(self) -> None:
-        """Clear the line."""
         if self._live and self._drawn:
             click.echo(f"\r{' ' * 40}\r", err=True, nl=False)
             self._drawn = False

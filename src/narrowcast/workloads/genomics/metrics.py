@@ -1,4 +1,4 @@
-"""What a network is judged by, in the field's own measures: scikit-learn's, and scipy's."""
+"""Metrics of the tasks, by scikit-learn and scipy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,10 +33,7 @@ OF_NEXT = (LOSS, PERPLEXITY, LETTER_ACCURACY)
 
 
 def of_classes(truth: Array, chances: Array) -> dict[str, float]:
-    """Judge one class of several: `chances` is (rows, classes), `truth` the class by number.
-
-    F1 and the areas are means over the classes that occur; areas are of one class against the rest.
-    """
+    """Return metrics of (rows, classes) probabilities; F1 and areas are means over classes."""
     if not np.isfinite(chances).all():
         return _nan_metrics(OF_CLASSES)
     chosen = chances.argmax(1)
@@ -52,7 +49,7 @@ def of_classes(truth: Array, chances: Array) -> dict[str, float]:
 
 
 def of_labels(truth: Array, chances: Array) -> dict[str, float]:
-    """Judge any number of labels: both are (rows, labels)."""
+    """Return multi-label metrics of (rows, labels) probabilities."""
     if not np.isfinite(chances).all():
         return _nan_metrics(OF_LABELS)
     present = [at for at in range(truth.shape[1]) if 0 < truth[:, at].sum() < len(truth)]
@@ -63,7 +60,7 @@ def of_labels(truth: Array, chances: Array) -> dict[str, float]:
 
 
 def of_values(truth: Array, predicted: Array) -> dict[str, float]:
-    """Judge numbers; a correlation with a constant is none, and counts as 0."""
+    """Return regression metrics; the correlation with a constant is 0."""
     if not np.isfinite(predicted).all():
         return _nan_metrics(OF_VALUES)
     moves = len(truth) > 1 and np.ptp(predicted) > 0 and np.ptp(truth) > 0
@@ -75,7 +72,7 @@ def of_values(truth: Array, predicted: Array) -> dict[str, float]:
 
 
 def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, float]:
-    """Judge a class for every letter, over all letters of all rows."""
+    """Return metrics over all letters of all rows."""
     all_truth, all_chosen = np.concatenate(list(truth)), np.concatenate(list(chosen))
     whole = [bool((a == b).all()) for a, b in zip(truth, chosen, strict=True)]
     return {
@@ -87,29 +84,29 @@ def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, flo
 
 
 def areas(truth: Array, score: Array) -> dict[str, float]:
-    """Return the areas below both curves, of scores that should be high where `truth` is."""
+    """Return AUROC and AUPRC of scores that should be high where `truth` is true."""
     return _areas([(truth, score)])
 
 
 def _mcc(truth: Array, chosen: Array) -> float:
-    """Return Matthews' coefficient; 0 where all is of one class, of which scikit-learn warns."""
+    """Return Matthews' coefficient; 0 if there is one class only, where scikit-learn warns."""
     alike = (truth == truth[0]).all() and (chosen == truth[0]).all()
     return 0.0 if alike else float(sk.matthews_corrcoef(truth, chosen))
 
 
 def _f1_of_labels(truth: Array, chosen: Array) -> float:
-    """Return the mean over labels; of a single one, scikit-learn takes "has none" for another."""
+    """Return the mean F1 over labels; scikit-learn treats a single label as binary."""
     right, wrong = (truth & chosen).sum(0), (truth != chosen).sum(0)
     return float((2 * right / np.maximum(2 * right + wrong, 1)).mean())
 
 
 def _nan_metrics(metrics: Sequence[Metric]) -> dict[str, float]:
-    """Return what a network that has diverged is worth: no number is one."""
+    """Return NaN for every metric, for a network that has diverged."""
     return {metric.name: float("nan") for metric in metrics if metric is not LOSS}
 
 
 def _areas(of: Sequence[tuple[Array, Array]]) -> dict[str, float]:
-    """Return the means of the areas below two curves; none where there is one class only."""
+    """Return mean AUROC and AUPRC; empty without two classes."""
     if not of:
         return {}
     return {

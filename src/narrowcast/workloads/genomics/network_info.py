@@ -1,4 +1,4 @@
-"""What a run folder says of its network, so that another run or a prediction can go on with it."""
+"""The description of a network in a run folder, and its weights."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from narrowcast.workloads.genomics.settings import TaskName
 FILE = "genomics.json"
 WEIGHTS = "model.safetensors"
 LARGEST = 2**24
-"""Bytes of that file."""
+"""Maximum bytes of that file."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class NetworkInfo:
-    """A network without its weights: its shape, its tokens, and what it predicts."""
+    """A network without its weights: shape, tokenizer and target."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
@@ -48,7 +48,7 @@ class NetworkInfo:
     spread: float = 1.0
 
     def write(self, folder: Path) -> None:
-        """Write it beside the weights."""
+        """Write it next to the weights."""
         RunFolder(folder).write_json(FILE, asdict(self))
 
 
@@ -56,7 +56,7 @@ _SHAPE = TypeAdapter(NetworkInfo)
 
 
 def read_network_info(name: str) -> tuple[NetworkInfo, Path]:
-    """Return what a run folder says of its network, and the folder."""
+    """Return the description of a run's network, and the folder."""
     folder = expand_path(name)
     path = folder / FILE
     try:
@@ -78,7 +78,7 @@ def read_network_info(name: str) -> tuple[NetworkInfo, Path]:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a finished run, on the CPU."""
+    """Return the weights of a finished run on the CPU."""
     path = folder / WEIGHTS
     try:
         return load_file(path)
@@ -92,7 +92,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def load_into(network: torch.nn.Module, weights: dict[str, Tensor], *, head: bool) -> None:
-    """Give a network the weights of another: all of them, or those of its backbone."""
+    """Copy weights into a network: all of them, or those of the backbone."""
     own = network.state_dict()
     wanted = {key for key in own if head or key.startswith("backbone.")}
     missing = sorted(key for key in wanted if key not in weights)

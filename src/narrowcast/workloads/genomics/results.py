@@ -1,4 +1,4 @@
-"""What is left of a run beside its weights: how it judged the sequences it was not trained on."""
+"""Results of a run for its report: metrics, curves, mutagenesis and samples."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,26 +31,25 @@ if TYPE_CHECKING:
 
 FILE = "judged.json"
 CURVES, CURVE_POINTS = 8, 200
-"""Curves that a picture can tell apart, and points of each."""
+"""Maximum curves in a figure, and points per curve."""
 SHOWN_CLASSES = 20
-"""Of a table of who was taken for whom; the rarer ones are one row."""
+"""Maximum classes of a confusion matrix; rarer ones share a row."""
 TRACKS, SHOWN_LETTERS = 3, 2000
-"""Rows whose letters are drawn, and letters of each."""
+"""Rows drawn as tracks, and letters of each."""
 SHOWN_POINTS = 2000
-"""Of a cloud of predictions."""
+"""Maximum points of a scatter plot."""
 OTHERS = "others"
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Judged:
-    """What a network made of examples, row by row, and how good that is."""
+    """Predictions of examples with their metrics."""
 
     measured: dict[str, float]
     truth: list[Predicted]
     predicted: list[Predicted]
     names: Sequence[str] = ()
-    """Of the rows."""
 
 
 def write_judged(
@@ -59,10 +58,7 @@ def write_judged(
     judged: Mapping[str, Judged],
     pictures: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Write what the report draws: measures, and the picture that belongs to the target.
-
-    Both mappings are by the set that was judged; of `pictures`, what took the network to make.
-    """
+    """Write the data of the report; `pictures` is what needed the network, by set."""
     info = {
         name: {**_result_data(parts, each), **pictures.get(name, {})}
         for name, each in judged.items()
@@ -98,7 +94,7 @@ def _result_data(parts: "Parts", judged: Judged) -> dict[str, Any]:
 
 
 def _confusion(classes: tuple[str, ...], truth: Predicted, chosen: Predicted) -> dict[str, Any]:
-    """Count who was taken for whom, of the classes that occur."""
+    """Return the confusion matrix of the classes that occur."""
     counts = np.bincount(np.concatenate([truth, chosen]), minlength=len(classes))
     present = np.flatnonzero(counts)
     if len(present) > SHOWN_CLASSES:
@@ -117,10 +113,7 @@ def _confusion(classes: tuple[str, ...], truth: Predicted, chosen: Predicted) ->
 
 
 def _curves(of: Mapping[str, tuple[Predicted, Predicted]]) -> dict[str, Any]:
-    """Return precision by recall for each class that occurs, thinned to what a picture shows.
-
-    Of many classes the most frequent; the areas of all others are one number.
-    """
+    """Return thinned precision-recall curves of frequent classes, and the others' mean area."""
     there = {name: pair for name, pair in of.items() if 0 < pair[0].sum() < len(pair[0])}
     frequent = set(sorted(there, key=lambda name: -int(there[name][0].sum()))[:CURVES])
     curves, rest = dict[str, Any](), list[float]()
@@ -143,7 +136,7 @@ def _curves(of: Mapping[str, tuple[Predicted, Predicted]]) -> dict[str, Any]:
 
 
 def _tracks(classes: tuple[str, ...], judged: Judged) -> dict[str, Any]:
-    """Return the letters of the rows with most classes in them, as they are and were found."""
+    """Return true and predicted classes along the rows with the most classes."""
     variety = np.array([len(np.unique(row)) for row in judged.truth])
     rows = np.sort(np.argsort(-variety, kind="stable")[:TRACKS])
     return {
@@ -160,7 +153,7 @@ def _tracks(classes: tuple[str, ...], judged: Judged) -> dict[str, Any]:
 
 
 def _runs(numbers: Predicted) -> list[list[int]]:
-    """Return how often each number comes before the next one does: [class, letters], in order."""
+    """Return runs of equal numbers as [class, letters]."""
     starts = np.flatnonzero(np.diff(numbers, prepend=-1))
     lengths = np.diff(starts, append=len(numbers))
     return [[int(numbers[at]), int(n)] for at, n in zip(starts, lengths, strict=True)]
@@ -171,25 +164,25 @@ def _digits(number: Any) -> float:
 
 
 VARIANTS = 4
-"""Shown of a set."""
+"""Variants shown per set."""
 REACH = 20
-"""Letters on either side of a variant."""
 MOST_LETTERS = 2**20
-"""That the network reads for it, all together; about what judging a thousand windows takes."""
+"""Letters the network reads for mutagenesis, about as many as an evaluation of 1,000 windows."""
 MOST_CHANGED = 8
-"""Letters of a variant; more are an insertion or a deletion, behind which nothing is aligned."""
+"""Maximum substituted letters; more mean an insertion or deletion, where nothing is aligned."""
 
 Predict: TypeAlias = Callable[[Batch], Tensor]
-"""What a network makes of a batch, in fp32."""
+"""Returns the outputs of a batch in fp32."""
 
 
 def salient_variants(
     predict: Predict, examples: Examples, judged: Judged, tokenizer: Tokenizer, target: Target
 ) -> list[dict[str, Any]]:
-    """Return for a few variants how much each letter around them adds to what was found.
+    """Return in-silico mutagenesis of a few variants.
 
-    `adds` is the score less the mean of the scores with other letters there; the score is the value
-    that is predicted, or the log-odds of the class that was found.
+    Each letter is substituted in both sequences of the pair; at the variant, in the alternative
+    alone. `adds` is the score minus its mean over the substitutions. The score is the predicted
+    value, or the log-odds of the predicted class.
     """
     if examples.alternatives is None or not isinstance(target, OneClass | Labels | Value):
         return []
@@ -208,7 +201,7 @@ def salient_variants(
 
 
 def _chosen(examples: Examples, judged: Judged, target: Target) -> list[int]:
-    """Return rows in the order they are worth a look: the surest of each class first."""
+    """Return rows, the most confident of each class first."""
     if isinstance(target, Value):
         return [int(at) for at in np.argsort(-np.array(judged.predicted), kind="stable")]
     chances = np.stack(judged.predicted)
@@ -239,7 +232,7 @@ def _answer(judged: Judged, row: int, target: Target) -> dict[str, Any]:
 def _tried(
     predict: Predict, pair: Sequence[str], tokenizer: Tokenizer, target: Target, *, padding: int
 ) -> dict[str, Any] | None:
-    """Return the letters around a variant with what each adds; None where it is no exchange."""
+    """Return the mutagenesis of one pair; None if it is not a substitution."""
     reference, alternative = pair
     changed = [at for at, (a, b) in enumerate(zip(reference, alternative, strict=False)) if a != b]
     if len(reference) != len(alternative) or not 0 < len(changed) <= MOST_CHANGED:
@@ -280,7 +273,7 @@ def _scores(
     *,
     padding: int,
 ) -> Predicted:
-    """Return the score of each pair: a value, or the log-odds of what the first is taken for."""
+    """Return scores: values, or log-odds of the class predicted for the first pair."""
     examples = Examples(
         tokens=Ragged.joined([tokenizer.encode(one) for one, _ in pairs], np.int64),
         alternatives=Ragged.joined([tokenizer.encode(two) for _, two in pairs], np.int64),
@@ -302,22 +295,19 @@ def _scores(
 
 
 SAMPLES, PROMPT_TOKENS, SAMPLE_TOKENS = 8, 16, 192
-"""Samples, tokens of a held-out sequence that each goes on from, and tokens that are written."""
+"""Number of samples, tokens of the prompts, and tokens to generate."""
 SHOWN_SAMPLES = 4
-"""Samples whose letters are kept; all count in the spectrum."""
+"""Samples that the report shows; all count in the spectrum."""
 MOST_KMERS = 64
-"""Of a spectrum: three bases, one residue."""
+"""Maximum k-mers of a spectrum: three bases, one residue."""
 MOST_HELD_OUT = 2**22
-"""Letters of the held-out sequences that are counted."""
+"""Held-out letters that are counted."""
 
 
 def written_samples(
     network: Network, held_out: Examples, tokenizer: Tokenizer, *, seed: int
 ) -> dict[str, Any] | None:
-    """Let a network go on from the beginnings of held-out sequences, and count its k-mers.
-
-    None where no sequence is long enough to begin with.
-    """
+    """Return samples that continue held-out sequences and k-mer spectra; None if all are short."""
     lengths = np.diff(held_out.tokens.ends, prepend=0)
     rows = np.flatnonzero(lengths > PROMPT_TOKENS)[:SAMPLES]
     if not len(rows):
@@ -347,7 +337,7 @@ def written_samples(
 
 
 def ids_of_letters(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that may be written: those of letters, no special one."""
+    """Return the tokens that are letters."""
     return [at for at, token in enumerate(tokenizer.tokens) if not token.startswith("[")]
 
 
@@ -356,7 +346,7 @@ def _name(examples: Examples, row: int) -> str:
 
 
 def _texts(examples: Examples, tokenizer: Tokenizer) -> Iterable[str]:
-    """Yield sequences until there are letters enough."""
+    """Yield sequences up to MOST_HELD_OUT letters."""
     letters = 0
     for row in range(len(examples)):
         text = tokenizer.decode(examples.tokens[row].astype(np.int64))
@@ -371,7 +361,7 @@ def _gc(own: list[str], real: list[str]) -> dict[str, Any]:
 
 
 def _spectra(own: list[str], real: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the share of each k-mer in what was written and in what was held out."""
+    """Return k-mer frequencies of samples and of held-out sequences."""
     alphabet = tokenizer.alphabet
     k = next(k for k in (3, 2, 1) if k == 1 or len(alphabet.letters) ** k <= MOST_KMERS)
     names = ["".join(letters) for letters in product(sorted(alphabet.letters), repeat=k)]

@@ -1,4 +1,4 @@
-"""The sections of a recipe for sequences of DNA, RNA and protein; names are the field's."""
+"""Recipe sections of the genomics workload."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -33,7 +33,7 @@ TASK_LABELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 MADE = "made"
-"""Data that needs no file: made from the seed, with something to find in it."""
+"""data.path of synthetic sequences."""
 LONGEST = 2**24
 MOST_FILES = 10_000
 
@@ -132,7 +132,7 @@ class GenomicData(DataSection):
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
-        """Refuse what an alphabet does not have, and tokens that never end."""
+        """Check settings against the alphabet and the tokenizer."""
         if self.alphabet == "protein" and self.reverse_complement:
             text = "proteins have no reverse complement. Leave reverse_complement out"
             check_conflicts([(("reverse_complement", "alphabet"), text)])
@@ -194,7 +194,7 @@ class GenomicModelSection(Section):
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
-        """Refuse vectors that depend on which strand comes first."""
+        """Check that pooling does not depend on the strand."""
         if self.reverse_complement and self.pool in ("cls", "position"):
             text = f"pool={self.pool} depends on the strand. Write mean, max or attention"
             check_conflicts([(("pool", "reverse_complement"), text)])
@@ -223,7 +223,7 @@ class Objective(Section):
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
-        """Refuse targets a task does not have."""
+        """Check that the task has the target."""
         if self.task in ("annotation", "generation") and self.target != "class":
             text = f"{self.task} predicts a class for every letter. Leave target out"
             check_conflicts([(("target", "task"), text)])
@@ -236,12 +236,12 @@ class Objective(Section):
 
     @property
     def reads_genomes(self) -> bool:
-        """Whether letters are judged: long sequences are then learnt in windows, not cut off."""
+        """Whether letters are predicted, so long sequences become windows instead of being cut."""
         return self.task in ("annotation", "generation")
 
     @property
     def known_labels(self) -> tuple[str, ...]:
-        """Classes of the task that need not be named."""
+        """Classes named in the recipe, or the defaults of the task."""
         name = f"{self.task}_{self.function}" if self.task == "protein_function" else self.task
         return self.labels or TASK_LABELS.get(name, ())
 
@@ -263,7 +263,7 @@ class Tuning(Section):
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
-        """Refuse to thaw what stays frozen."""
+        """Check that freeze and unfreeze_over are not combined."""
         if self.freeze and self.unfreeze_over:
             text = "freeze=true keeps the backbone frozen to the end. Leave one of them out"
             check_conflicts([(("unfreeze_over", "freeze"), text)])
@@ -271,7 +271,7 @@ class Tuning(Section):
 
     @property
     def depends_on_steps(self) -> bool:
-        """Whether stages are unfrozen at shares of the run."""
+        """Whether stages are unfrozen during the run."""
         return self.unfreeze_over > 0
 
 

@@ -1,10 +1,8 @@
-"""What can be predicted of a sequence: head, loss, and measures of each kind of target.
+"""Targets: the head, loss and metrics of each kind of prediction.
 
-Of every kind: `metrics` are what it is judged by, the headline first; `per_letter` says whether
-letters are judged, of which batches hold unequally many; `head(width)` makes predictions of hidden
-states, of `length` tokens at most; `loss` is the mean over `count(batch)`, where the batch is, and
-`found` what a network returns, in fp32; `predicted` and `truth` are what is kept of each row;
-`measured` are the metrics of all rows, but for the loss and what follows from it.
+`metrics` lists the headline first. `per_letter` targets count letters, of which batches have
+different numbers: `loss` is the mean over `count(batch)`. `predicted` and `truth` are stored per
+row, and `measured` computes the metrics of all rows, except those of the loss.
 """
 
 from collections.abc import Sequence
@@ -33,7 +31,7 @@ Predicted: TypeAlias = npt.NDArray[Any]
 @final
 @dataclass(frozen=True, kw_only=True)
 class OneClass:
-    """One class of several for a sequence; chances are what is kept."""
+    """One class per sequence; probabilities are stored."""
 
     metrics: ClassVar = metrics.OF_CLASSES
     per_letter: ClassVar = False
@@ -64,7 +62,7 @@ class OneClass:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """Any number of labels for a sequence."""
+    """Any number of labels per sequence."""
 
     metrics: ClassVar = metrics.OF_LABELS
     per_letter: ClassVar = False
@@ -94,7 +92,7 @@ class Labels:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A number for a sequence; the network works with mean 0 and deviation 1."""
+    """A number per sequence, standardised for the network."""
 
     metrics: ClassVar = metrics.OF_VALUES
     per_letter: ClassVar = False
@@ -125,7 +123,7 @@ class Value:
 @final
 @dataclass(frozen=True, kw_only=True)
 class EveryLetter:
-    """A class for every letter, or for every token where one has more letters."""
+    """A class per letter, or per token of several letters."""
 
     metrics: ClassVar = metrics.OF_LETTERS
     per_letter: ClassVar = True
@@ -164,13 +162,13 @@ class EveryLetter:
 @final
 @dataclass(frozen=True, kw_only=True)
 class NextToken:
-    """The token after each one, where it is known."""
+    """The next token."""
 
     metrics: ClassVar = metrics.OF_NEXT
     per_letter: ClassVar = True
     vocab_size: int
     unknown: int | None = None
-    """The token of unknown letters: a run of them is foretold with ease, and says nothing."""
+    """The unknown token, which is neither trained on nor evaluated."""
 
     def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
         return NextTokenHead(width, self.vocab_size)
@@ -201,7 +199,7 @@ class NextToken:
         return {"letter_accuracy": right / max(1, sum(len(row) for row in truth))}
 
     def _real(self, batch: Batch) -> Tensor:
-        """Return which tokens after the first are learnt and judged."""
+        """Return which tokens after the first count."""
         real = batch["mask"][:, 1:]
         return real if self.unknown is None else real & (batch["tokens"][:, 1:] != self.unknown)
 
@@ -210,6 +208,6 @@ Target: TypeAlias = OneClass | Labels | Value | EveryLetter | NextToken
 
 
 def _rows(table: Tensor, stored: Tensor) -> list[Predicted]:
-    """Return the kept numbers of each row."""
+    """Return the selected numbers of each row."""
     pairs = zip(table.cpu(), stored.cpu(), strict=True)
     return [row[known].numpy() for row, known in pairs]

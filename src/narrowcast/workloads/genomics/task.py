@@ -1,4 +1,4 @@
-"""The tasks of genomics: a network, the sequences it learns, and how it is judged on others."""
+"""The genomics task: training loss, parameter groups, evaluation and results."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,27 +28,27 @@ from narrowcast.workloads.genomics.settings import GenomicData, Tuning
 from narrowcast.workloads.genomics.targets import NextToken, Predicted
 
 OF_SOURCE = "of_source"
-"""The headline, for sequences of the domain that is adapted from."""
+"""Name of the headline metric on the source domain."""
 WEIGHT = "weight"
-"""Of a batch: how much it counts among those of its step."""
+"""Batch key of its weight in the step."""
 
 
 def build_task(recipe: Recipe, *, device: torch.device) -> Task:
-    """Return the task that a recipe of genomics names."""
+    """Return the task of a genomics recipe."""
     return Genomic(recipe=recipe, parts=build_parts(recipe, device=device), device=device).task()
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Genomic:
-    """A network and the sequences it learns and is judged on."""
+    """A network with its data."""
 
     recipe: Recipe
     parts: Parts
     device: torch.device
 
     def task(self) -> Task:
-        """Return what the engine trains."""
+        """Return the task for the trainer."""
         train, target = self.parts.train, self.parts.target
         passes = 1 if train.alternatives is None else 2
         return Task(
@@ -66,10 +66,7 @@ class Genomic:
         )
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
-        """Return the head, which learns at the full rate, and the stages below it.
-
-        The last stage thaws first, the embedding when `unfreeze_over` is over.
-        """
+        """Return the head at the full rate, then stages; the last stage is unfrozen first."""
         tuning = self.recipe.section(Tuning)
         *base, head = self.parts.network.stages()
         groups, seen = [ParameterGroup(parameters=list(head.parameters()))], set(head.parameters())
@@ -83,7 +80,7 @@ class Genomic:
     def _stage(
         self, parameters: Sequence[nn.Parameter], lr_factor: float, *, frozen_until: float
     ) -> Iterator[ParameterGroup]:
-        """Yield the groups of a stage: what implicit filters are made by is not decayed."""
+        """Yield the groups of a stage; implicit filters get no weight decay."""
         frozen = self.recipe.section(Tuning).freeze
         filters = set(filter_parameters(self.parts.network))
         usual = [p for p in parameters if p not in filters]
@@ -98,7 +95,7 @@ class Genomic:
                 )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean loss of a batch, in fp32, by what it counts in its step."""
+        """Return the loss of a batch in fp32, weighted in its step."""
         inputs = self._mutated(batch) if model.training else batch
         result = model(inputs["tokens"], inputs["mask"], inputs.get("alternative"))
         # What comes next is what came before anything was exchanged.
@@ -106,7 +103,7 @@ class Genomic:
         return loss * batch[WEIGHT] if WEIGHT in batch else loss
 
     def _mutated(self, batch: Batch) -> Batch:
-        """Exchange some letters for others, in both sequences of a pair alike."""
+        """Replace some letters at random, the same in both sequences of a pair."""
         share, letters = self.recipe.section(GenomicData).mutate, self.parts.letters
         if not share:
             return batch
@@ -120,7 +117,7 @@ class Genomic:
         return {**batch, **pair}
 
     def weigh(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Let every letter count alike, in whichever micro-batch of a step it is."""
+        """Weight micro-batches so that every letter counts the same."""
         if len(batches) == 1:
             return list(batches)
         counts = torch.stack([self.parts.target.count(batch) for batch in batches]).float()
@@ -129,12 +126,12 @@ class Genomic:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """What it is judged by; of a domain that is left, how much is still known."""
+        """Metrics, with the headline on the source domain if there is one."""
         own = self.parts.target.metrics
         return own if self.parts.source is None else (*own, replace(own[0], name=OF_SOURCE))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Judge the sequences that are held out, and those of the domain that is left."""
+        """Evaluate on validation, and on the source domain if there is one."""
         measured = self.judged(model, self.parts.validation).measured
         if self.parts.source is not None:
             headline = self.parts.target.metrics[0].name
@@ -143,7 +140,7 @@ class Genomic:
         return measured
 
     def judged(self, model: nn.Module, examples: Examples) -> Judged:
-        """Return what a network makes of examples, and how good that is; waits for the device."""
+        """Return predictions with their metrics. Synchronises."""
         target = self.parts.target
         predicted, truth, nats, count = list[Predicted](), list[Predicted](), 0.0, 0
         for batch in examples.batches(self.recipe.batch_size):
@@ -162,13 +159,13 @@ class Genomic:
         return Judged(measured=measured, truth=truth, predicted=predicted, names=examples.names)
 
     def digest(self) -> str:
-        """Identify what is trained and judged on."""
+        """Return a fingerprint of all data."""
         own = (self.parts.train, self.parts.validation, self.parts.test)
         parts = (*own, *(self.parts.source or ()))
         return " ".join(part.digest() for part in parts if part is not None)
 
     def write_results(self, folder: Path, prepared: Prepared) -> None:
-        """Write what another run or a prediction needs, and what the report draws."""
+        """Write genomics.json and the data of the report."""
         model = prepared.model
         self.parts.info.write(folder)
         sets = {"validation": self.parts.validation, "test": self.parts.test}
@@ -181,7 +178,7 @@ class Genomic:
         write_judged(folder, self.parts, judged, pictures)
 
     def _pictures(self, model: nn.Module, examples: Examples, judged: Judged) -> dict[str, Any]:
-        """Return what the report shows beside the measures, and the network is needed for."""
+        """Return report data that needs the network."""
 
         def predict(batch: Batch) -> Tensor:
             there = on(self.device, batch)

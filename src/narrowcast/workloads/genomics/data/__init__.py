@@ -1,1 +1,1 @@
-"""Sequences with what is to be predicted of them: read or made, cut, split, and batched."""
+"""Data of a genomics run: read or synthesize, split, cut, encode, batch."""

@@ -1,4 +1,4 @@
-"""Sequences as tokens, with their targets, in batches of one shape."""
+"""Tokenized sequences with their targets, in batches of one shape."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from narrowcast.training.checkpoints.data_identity import fingerprint
 from narrowcast.workloads.genomics.data.rows import UNLABELLED, Numbers
 
 Batch: TypeAlias = dict[str, Tensor]
-"""`tokens`, where they are real (`mask`), `targets`, and `alternative` where pairs are judged."""
+"""`tokens`, `mask` (true for real tokens), `targets`, and `alternative` for pairs."""
 
 Targets: TypeAlias = "npt.NDArray[Any] | Ragged | None"
-"""One a row; one a token, in rows; none where the next token is the target."""
+"""One per row, one per token (ragged), or None if the next token is the target."""
 
 SHAPE_STEP = 8
-"""Lengths are multiples of it: products of 16 and of 8 bits want them."""
+"""Widths are multiples of it, as 16-bit and 8-bit matrix products need."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ragged:
-    """Rows of numbers of different lengths, end to end in one array."""
+    """Rows of different lengths, concatenated in one array."""
 
     values: npt.NDArray[Any]
     ends: Numbers
 
     @classmethod
     def joined(cls, rows: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Ragged:
-        """Put rows end to end."""
+        """Concatenate rows."""
         values = np.concatenate([np.empty(0, dtype=dtype), *rows]).astype(dtype, copy=False)
         return cls(values=values, ends=np.cumsum([len(row) for row in rows], dtype=np.int64))
 
@@ -47,11 +47,10 @@ class Ragged:
 
     @property
     def longest(self) -> int:
-        """The length of the longest row."""
         return int(np.diff(self.ends, prepend=0).max(initial=0))
 
     def padded(self, indices: Sequence[int], width: int, filler: int) -> Tensor:
-        """Return rows side by side, filled up to one width: (rows, width), int64."""
+        """Return rows padded to one width: (rows, width), int64."""
         out = np.full((len(indices), width), filler, dtype=np.int64)
         for at, index in enumerate(indices):
             row = self[index]
@@ -62,21 +61,21 @@ class Ragged:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Examples:
-    """What a network is trained or judged on, by number."""
+    """Examples to train or evaluate on, by index."""
 
     tokens: Ragged
     targets: Targets
     alternatives: Ragged | None = None
     names: tuple[str, ...] = ()
     width: int = 0
-    """Tokens that every batch has, as the longest row has; more where others are joined with it."""
+    """Width of every batch; 0: the width of the longest row."""
     padding: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        """Return a batch of rows of one width."""
+        """Return a batch padded to one width."""
         width = self.width or self.common_width
         batch = {"tokens": self.tokens.padded(indices, width, self.padding)}
         batch["mask"] = batch["tokens"] != self.padding
@@ -91,20 +90,20 @@ class Examples:
         return batch
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Yield all of it in order, `size` rows at a time."""
+        """Yield all rows in order, `size` at a time."""
         for first in range(0, len(self), size):
             yield self.__getitems__(list(range(first, min(first + size, len(self)))))
 
     @property
     def common_width(self) -> int:
-        """The width of a batch that holds any of its rows."""
+        """Width of a batch that holds any row."""
         longest = max(
             self.tokens.longest, 0 if self.alternatives is None else self.alternatives.longest
         )
         return -(-longest // SHAPE_STEP) * SHAPE_STEP
 
     def digest(self) -> str:
-        """Return a text that is another one for other examples."""
+        """Return a fingerprint of the examples."""
         ragged = [part for part in (self.tokens, self.alternatives) if part is not None]
         targets = self.targets
         if isinstance(targets, Ragged):

@@ -1,8 +1,4 @@
-"""Sequences that are made from a seed, each task's with something to find in it.
-
-For a first run without a file, and for tests: what there is to find is known, so that a network
-which misses it is wrong.
-"""
+"""Synthetic sequences drawn from a seed, with a known signal per task, for demos and tests."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -19,28 +15,28 @@ BASES = "ATCG"
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 
 CODONS = ("GCG", "CTG", "GAA", "AAA", "GGC", "ATT", "GAT", "CAG", "CCG", "ACC", "AGC", "GTG")
-"""What made genes are written in: frequent codons of E. coli."""
+"""Frequent codons of E. coli, used in synthetic genes."""
 STOPS = ("TAA", "TGA", "TAG")
 PROMOTER = "TTGACATTTATGCTTCCGGCTCGTATAATGTGTGG"
-"""Of the lac operon's making: −35 and −10 boxes at their distance."""
+"""A promoter like that of the lac operon: -35 and -10 boxes at their distance."""
 
 SITE = "TGACGTCATGCA"
-"""What variants may break, with how much each of its letters counts."""
+"""Motif that variants may break; SITE_WEIGHTS is how much each letter matters."""
 SITE_WEIGHTS = (1, 2, 3, 4, 4, 4, 4, 3, 3, 2, 1, 1)
 
 DOMAINS = {
     "go": ("GXGXXG", "CXXC", "HXXXH", "WXXW", "DEAD", "KXXK", "RGD"),
     "ec": ("GXSXG", "HXGH", "CXXCH", "DXDXT", "GKS", "EXXK", "PXXP"),
 }
-"""Motifs of protein classes, X being any residue."""
+"""Motifs of protein classes; X is any residue."""
 
 MARKOV_ORDER = 3
 LENGTH = 64
-"""Letters of a made sequence around a variant."""
+"""Letters of a synthetic sequence around a variant."""
 
 
 def made_parts(task: str, function: str, alphabet: str, *, seed: int) -> dict[str, list[Row]]:
-    """Return the sequences that a task is shown with, by what they are for."""
+    """Return the synthetic rows of a task by part."""
     proteins = task == "protein_function"
     if proteins is not (alphabet == "protein"):
         raise ConfigError(
@@ -55,7 +51,7 @@ def made_parts(task: str, function: str, alphabet: str, *, seed: int) -> dict[st
 
 
 def made_rows(task: str, *, function: str, seed: int, part: str) -> list[Row]:
-    """Return the sequences of a part (train, validation, source) that a task is shown with."""
+    """Return the synthetic rows of one part (train, validation, source)."""
     rng = np.random.default_rng([seed, sum(part.encode()), len(task)])
     if task == "protein_function":
         return _proteins(rng, function, count=200 if part == "validation" else 800)
@@ -63,7 +59,7 @@ def made_rows(task: str, *, function: str, seed: int, part: str) -> list[Row]:
 
 
 def _annotated(rng: np.random.Generator, part: str) -> list[Row]:
-    """Return a genome: promoters, genes and what is between them."""
+    """Return an annotated genome of promoters, genes and intergenic sequence."""
     between, gene, promoter = (
         TASK_LABELS["annotation"].index(name) for name in ("intergenic", "gene", "promoter")
     )
@@ -84,7 +80,7 @@ def _annotated(rng: np.random.Generator, part: str) -> list[Row]:
 
 
 def _variants(rng: np.random.Generator, part: str) -> list[Row]:
-    """Return pairs: a letter of a site is exchanged, or one beside it, which does nothing."""
+    """Return pairs with one substitution, inside the site or next to it, where it has no effect."""
     classes, rows = TASK_LABELS["variant_effect"], []
     for number in range(256 if part == "validation" else 1600):
         # In the middle, as windows around variants are cut; a site that it hits, or one beside it.
@@ -105,7 +101,7 @@ def _variants(rng: np.random.Generator, part: str) -> list[Row]:
 
 
 def _proteins(rng: np.random.Generator, function: str, *, count: int) -> list[Row]:
-    """Return proteins of classes, each with a motif of its own somewhere, three times."""
+    """Return proteins that contain the motif of their class three times."""
     classes, rows = TASK_LABELS[f"protein_function_{function}"], []
     for number in range(count):
         kind = int(rng.integers(len(classes)))
@@ -126,7 +122,7 @@ def _proteins(rng: np.random.Generator, function: str, *, count: int) -> list[Ro
 
 
 def _genome(rng: np.random.Generator, part: str) -> list[Row]:
-    """Return letters that depend on the three before them, as `markov_entropy` knows."""
+    """Return a third-order Markov chain of bases."""
     table = _markov_table()
     length = 16_384 if part == "validation" else 196_608
     sums = table.cumsum(1)[:, :3].tolist()
@@ -139,7 +135,7 @@ def _genome(rng: np.random.Generator, part: str) -> list[Row]:
 
 
 def markov_entropy() -> float:
-    """Return the entropy of a letter of the made genome given those before it, in nats."""
+    """Return the conditional entropy of the synthetic genome, in nats per base."""
     table = _markov_table()
     step = np.zeros((len(table), len(table)))
     for state in range(len(table)):
@@ -152,7 +148,7 @@ def markov_entropy() -> float:
 
 
 def _markov_table() -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Return the chances of the next letter, by the letters before it: the same for every seed."""
+    """Return next-letter probabilities by the letters before, the same for every seed."""
     rng = np.random.default_rng(0)
     chances = rng.gamma(0.4, size=(4**MARKOV_ORDER, 4)) + 0.02
     table: np.ndarray[tuple[int, int], np.dtype[np.float64]] = chances / chances.sum(1)[:, None]
@@ -160,7 +156,7 @@ def _markov_table() -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
 
 
 def _domains(rng: np.random.Generator, part: str) -> list[Row]:
-    """Return sequences with a site or without; of the source domain, or of another's letters."""
+    """Return sequences with or without a site; the target domain has another base composition."""
     source = part.startswith("source")
     chances = (0.25, 0.25, 0.25, 0.25) if source else (0.38, 0.38, 0.12, 0.12)
     counts = {"source": 2000, "source validation": 400, "validation": 400}

@@ -1,4 +1,4 @@
-"""From the data section of a recipe to examples: read or made, split, cut, written as tokens."""
+"""Turn the data section of a recipe into examples: read, split, check, cut, encode."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,8 +33,7 @@ from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer
 from narrowcast.workloads.genomics.settings import MADE, GenomicData, Objective
 
 Parts: TypeAlias = dict[str, list[Row]]
-"""Rows by what they are for: train, validation, and where there are any, test; of the domain that
-is adapted from, source and source validation."""
+"""Rows by part: train, validation, and if present test, source and source validation."""
 
 SETTINGS_OF = MappingProxyType(
     {
@@ -44,13 +43,13 @@ SETTINGS_OF = MappingProxyType(
         "source": ("domain_adaptation",),
     }
 )
-"""Settings of data that are for some tasks only."""
+"""Data settings that only some tasks use."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Examined:
-    """The rows of a recipe, cut and split, before they are tokens."""
+    """The rows of a recipe after splitting and cutting, before encoding."""
 
     parts: Parts
     classes: tuple[str, ...]
@@ -58,7 +57,7 @@ class Examined:
 
 
 def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
-    """Read or make the rows of a recipe, and split and cut them."""
+    """Read or synthesize the rows of a recipe, then split, check and cut them."""
     _check_unused(data, objective)
     skipped = Skipped()
     parts = _split(data, objective, seed=seed, skipped=skipped)
@@ -93,7 +92,7 @@ def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
 
 
 def _check_unused(data: GenomicData, objective: Objective) -> None:
-    """Refuse settings that the task would not look at."""
+    """Check that no setting is set that the task ignores."""
     for name, tasks in SETTINGS_OF.items():
         if getattr(data, name) and objective.task not in tasks:
             raise ConfigError(
@@ -108,7 +107,7 @@ def _check_unused(data: GenomicData, objective: Objective) -> None:
 
 
 def _split(data: GenomicData, objective: Objective, *, seed: int, skipped: Skipped) -> Parts:
-    """Read or make all rows; those to judge on are a share of the others unless they are named."""
+    """Return all rows by part; validation is a share of the training rows unless it has a file."""
 
     def read(name: str) -> list[Row]:
         return read_rows(name, data, objective, skipped=skipped)
@@ -132,7 +131,7 @@ def _split(data: GenomicData, objective: Objective, *, seed: int, skipped: Skipp
 
 
 def _check_different(parts: Parts, data: GenomicData) -> None:
-    """Raise for sequences that are all the same: they cannot be split, or judged unseen."""
+    """Check that not all sequences are the same."""
     rows = [*parts["train"], *parts["validation"]]
     if len(rows) > 1 and len({(row.sequence, row.alternative) for row in rows}) == 1:
         raise ConfigError(
@@ -143,7 +142,7 @@ def _check_different(parts: Parts, data: GenomicData) -> None:
 
 
 def _leave_out_unknown(parts: Parts, data: GenomicData) -> Iterator[str]:
-    """Leave out rows without a known letter; yield how many there were."""
+    """Drop rows without a known letter; yield a note with their number."""
     unknown = ALPHABETS[data.alphabet].unknown
     dropped = 0
     for part, rows in parts.items():
@@ -163,7 +162,7 @@ def _shown_part(part: str) -> str:
 
 
 def _leave_out_judged(parts: Parts) -> Iterator[str]:
-    """Leave out what is judged on from what is learnt; yield how much that was."""
+    """Drop training rows that are also held out; yield notes with their number."""
     judged = [row for part in ("validation", "test") for row in parts.get(part, ())]
     for part in ("train", "source"):
         stored = without(parts.get(part, []), judged)
@@ -173,7 +172,7 @@ def _leave_out_judged(parts: Parts) -> Iterator[str]:
 
 
 def _shared_sites(parts: Parts) -> Iterator[str]:
-    """Yield how many variants to learn lie where another one is judged on, as files have them."""
+    """Yield a note if training variants share a position with held-out ones."""
     judged = {row.site for part in ("validation", "test") for row in parts.get(part, ())} - {""}
     if shared := sum(row.site in judged for row in parts["train"]):
         yield (
@@ -183,7 +182,7 @@ def _shared_sites(parts: Parts) -> Iterator[str]:
 
 
 def _at_odds(parts: Parts, objective: Objective) -> Iterator[str]:
-    """Yield how many sequences have more than one class: no network can be right on them all."""
+    """Yield a note if sequences occur with several classes."""
     if objective.target != "class" or objective.reads_genomes:
         return
     labels: dict[tuple[str, str], set[str]] = {}
@@ -194,7 +193,7 @@ def _at_odds(parts: Parts, objective: Objective) -> Iterator[str]:
 
 
 def _check_pairs(parts: Parts) -> None:
-    """Refuse that some rows have a sequence with a variant and some have none."""
+    """Check that all rows are pairs or none is."""
     every = [row for part in parts.values() for row in part]
     alone = [row for row in every if not row.alternative]
     if alone and len(alone) < len(every):
@@ -205,10 +204,7 @@ def _check_pairs(parts: Parts) -> None:
 
 
 def _classes(parts: Parts, objective: Objective) -> tuple[str, ...]:
-    """Return the classes that are told apart: as named, or those of the task, or those there are.
-
-    Letters have been numbered by the first two; numbers and next tokens have none.
-    """
+    """Return the classes: named in the recipe, of the task, or found in the data."""
     if objective.target == "value":
         return ()
     if objective.labels or objective.reads_genomes:
@@ -218,10 +214,7 @@ def _classes(parts: Parts, objective: Objective) -> tuple[str, ...]:
 
 
 def _one_sided(parts: Parts, classes: Sequence[str], objective: Objective) -> Iterator[str]:
-    """Yield which classes are judged and cannot be learnt, and which are learnt unjudged.
-
-    Measures say nothing of either: a class that nobody judges can be missed and all be right.
-    """
+    """Yield notes about classes that only training or only evaluation has."""
 
     def has(part: str) -> set[str]:
         rows = parts.get(part, [])
@@ -254,7 +247,7 @@ def _row_letters(row: Row) -> np.ndarray:
 
 
 def _cut(parts: Parts, data: GenomicData, objective: Objective) -> Iterator[str]:
-    """Cut rows to the longest that is wanted; yield how many lost letters."""
+    """Cut rows to max_length; yield a note with how many were shortened."""
     if objective.reads_genomes:
         for part, rows in parts.items():
             parts[part] = windows(rows, data.max_length, data.stride)
@@ -273,7 +266,7 @@ def as_examples(
     objective: Objective,
     classes: Sequence[str],
 ) -> Examples:
-    """Write rows as tokens, with their targets, in batches as wide as the longest needs."""
+    """Encode rows with their targets."""
     small = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
     tokens = [tokenizer.encode(row.sequence).astype(small) for row in rows]
     others = [tokenizer.encode(row.alternative).astype(small) for row in rows if row.alternative]
@@ -306,7 +299,7 @@ def as_examples(
 
 
 def _letters(rows: Sequence[Row], tokens: Sequence[np.ndarray], tokenizer: Tokenizer) -> Ragged:
-    """Lay the classes of letters on tokens: a token has the class of its middle letter."""
+    """Return token targets: the class of each token's middle letter."""
     out = []
     for row, ids in zip(rows, tokens, strict=True):
         out.append(token_labels(_row_letters(row), tokenizer.token_spans(ids)).astype(np.int16))

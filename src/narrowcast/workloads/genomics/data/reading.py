@@ -1,4 +1,4 @@
-"""Rows out of files: tables of sequences, pairs of them, and genomes with what lies on them."""
+"""Read the rows of a task from tables, sequence files, GFF and VCF."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +28,7 @@ from narrowcast.workloads.genomics.settings import GenomicData, Objective
 def read_rows(
     name: str, data: GenomicData, objective: Objective, *, skipped: Skipped | None = None
 ) -> list[Row]:
-    """Return the rows of a file as the task of a recipe reads it.
-
-    Records that are no variants are counted in `skipped`.
-    """
+    """Return the rows of a file; `skipped` counts records without an alternative."""
     path = expand_path(name)
     match objective.task:
         case "generation":
@@ -47,7 +44,7 @@ def read_rows(
 
 
 def _records(path: Path, data: GenomicData) -> Iterator[Record]:
-    """Yield the records of a file; refuse one without letters, of which nothing can be said."""
+    """Yield the records of a file; raise for an empty sequence."""
     alphabet = ALPHABETS[data.alphabet]
     for record in read_records(path, alphabet=alphabet, strict=data.strict, column=data.sequence):
         if not record.sequence:
@@ -61,7 +58,7 @@ def _row(record: Record, *, label: str = "") -> Row:
 
 
 def _label(at: Record | Variant, data: GenomicData) -> str:
-    """Return the label of a column as text; refuse a row without one."""
+    """Return a label as text; raise if the row has none."""
     fields = {**at.fields, **at.fields.get("INFO", {})}  # the latter is where a VCF has them
     label = fields.get(data.label)
     if (label is None and data.label in fields) or label == "" or _is_missing(at, label):
@@ -79,12 +76,12 @@ def _label(at: Record | Variant, data: GenomicData) -> str:
 
 
 def _is_missing(at: Record | Variant, label: Any) -> bool:
-    """Return whether a label is what VCF writes for none."""
+    """Return whether a VCF marks a label as missing."""
     return label == "." and isinstance(at, Variant)
 
 
 def _text(label: Any, location: str) -> str:
-    """Write a label as text; of JSON, 1.0 and 1 and true are numbers, and lists are several."""
+    """Return a label as text: JSON true, 1 and 1.0 are '1', and lists are joined with ;."""
     match label:
         case str():
             return label
@@ -101,7 +98,7 @@ def _text(label: Any, location: str) -> str:
 
 
 def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterator[Row]:
-    """Yield sequences with a class for every letter, from a column or from features."""
+    """Yield sequences with a class per letter, from a column or from features."""
     features = _features(data)
     # The first class is what lies between features.
     numbers = {name: number for number, name in enumerate(classes) if number}
@@ -138,7 +135,7 @@ def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterato
 def _lying_on(
     record: Record, data: GenomicData, features: Mapping[str, list[Feature]] | None
 ) -> Sequence[Feature]:
-    """Return the features of a record; refuse one that a GFF does not know, if only by name."""
+    """Return the features of a record; raise if the GFF has none for its name."""
     if features is None:
         return record.features
     if record.name not in features:
@@ -152,7 +149,7 @@ def _lying_on(
 
 
 def _features(data: GenomicData) -> dict[str, list[Feature]] | None:
-    """Return the features of a GFF by the sequence they lie on; none where none is named."""
+    """Return the features of data.features by sequence name; None without such a file."""
     if not data.features:
         return None
     by_record: dict[str, list[Feature]] = {}
@@ -162,7 +159,7 @@ def _features(data: GenomicData) -> dict[str, list[Feature]] | None:
 
 
 def _pair(record: Record, data: GenomicData) -> Row:
-    """Return a sequence with its variant; or by itself, where no column has another."""
+    """Return a row, with the alternative sequence if there is one."""
     row = _row(record, label=_label(record, data))
     other = record.fields.get(data.alternative)
     if other is None:
@@ -173,7 +170,7 @@ def _pair(record: Record, data: GenomicData) -> Row:
 
 
 def _variant_windows(path: Path, data: GenomicData, skipped: Skipped | None) -> Iterator[Row]:
-    """Yield the surroundings of variants, without and with them."""
+    """Yield windows around variants, without and with the variant."""
     reference = Reference.read(expand_path(data.reference))
     columns = VariantColumns(position=data.position)
     variants = read_variants(path, columns, skipped=skipped)

@@ -1,4 +1,4 @@
-"""One sequence and what is to be predicted of it, as a file has it or as it was made."""
+"""Rows of data: labels and classes, splitting, cutting, both strands."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,40 +17,37 @@ from narrowcast.workloads.genomics.settings import MOST_CLASSES
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
 UNLABELLED = -100
-"""The class of a letter that is not judged: torch's own."""
+"""Class of unlabelled letters, torch's ignore_index."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """A sequence with its label; where it came from is for whoever has to mend it."""
+    """A sequence with its label."""
 
     sequence: str
     label: str = ""
-    """A class, several joined with `;`, or a number; empty where letters have their own."""
+    """A class, several joined with `;`, or a number; empty if letters have classes."""
     alternative: str = ""
-    """The sequence with its variant, where a pair is judged."""
+    """The sequence with the variant, if rows are pairs."""
     letters: Numbers | None = None
-    """The class of every letter, by number."""
+    """Class number of every letter."""
     site: str = ""
-    """Where its variant lies on a reference: those of one site see the same surroundings."""
+    """Position of its variant on a reference; splits keep one site on one side."""
     name: str = ""
     start: int = 0
-    """Letters of its record before its first."""
+    """Offset of the row in its record."""
     location: str = ""
-    """File and record, for messages."""
+    """File and record, for error messages."""
 
     @property
     def title(self) -> str:
-        """What a report calls it: its name, and where in its record it begins."""
+        """Name in reports, with the offset in its record."""
         return f"{self.name}:{self.start + 1}" if self.start else self.name
 
 
 def collect_classes(rows: Sequence[Row], known: Sequence[str], *, several: bool) -> tuple[str, ...]:
-    """Return the classes of `rows`: the known ones where they hold all, else those found, in order.
-
-    Numbers are in the order of numbers, else it is alphabetical.
-    """
+    """Return `known` if it covers all classes of `rows`, else their classes in order."""
     matches = {name for row in rows for name in row_classes(row, several=several)}
     if matches <= set(known):
         return tuple(known)
@@ -72,14 +69,14 @@ def row_classes(row: Row, *, several: bool) -> list[str]:
 
 
 def class_numbers(rows: Sequence[Row], classes: Sequence[str]) -> Numbers:
-    """Return the class of each row by number; refuse one that is not among them."""
+    """Return the class number of each row; raise for an unknown class."""
     numbers = {name: number for number, name in enumerate(classes)}
     _check_known([(row, row.label) for row in rows if row.label not in numbers], classes)
     return np.array([numbers[row.label] for row in rows], dtype=np.int64)
 
 
 def label_table(rows: Sequence[Row], classes: Sequence[str]) -> npt.NDArray[np.float32]:
-    """Return for each row which labels it has, (rows, classes)."""
+    """Return a multi-hot table of labels, (rows, classes)."""
     numbers = {name: number for number, name in enumerate(classes)}
     named = [(row, name) for row in rows for name in row_classes(row, several=True)]
     _check_known([(row, name) for row, name in named if name not in numbers], classes)
@@ -90,7 +87,7 @@ def label_table(rows: Sequence[Row], classes: Sequence[str]) -> npt.NDArray[np.f
 
 
 def row_values(rows: Sequence[Row]) -> npt.NDArray[np.float32]:
-    """Return the number of each row; refuse a label that is none."""
+    """Return the numeric label of each row; raise if it is not a finite number."""
     values = np.empty(len(rows), dtype=np.float32)
     for at, row in enumerate(rows):
         try:
@@ -122,7 +119,7 @@ def _check_known(strange: Sequence[tuple[Row, str]], classes: Sequence[str]) -> 
 
 
 def windows(rows: Sequence[Row], length: int, stride: int | None) -> list[Row]:
-    """Cut long rows to windows of `length` letters, `stride` apart; the last may be shorter."""
+    """Cut long rows into windows, `stride` apart; the last may be shorter."""
     return [window for row in rows for window in _windows(row, length, stride or length)]
 
 
@@ -135,17 +132,14 @@ def _windows(row: Row, length: int, stride: int) -> Iterator[Row]:
 
 
 def _part(row: Row, part: slice, *, start: int = 0) -> Row:
-    """Return some letters of a row, with their classes."""
+    """Return a slice of a row."""
     letters = None if row.letters is None else row.letters[part]
     sequence, alternative = row.sequence[part], row.alternative[part]
     return replace(row, sequence=sequence, alternative=alternative, letters=letters, start=start)
 
 
 def held_out_tails(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
-    """Split genomes: the last `share` of the letters of each is judged on, the rest learnt.
-
-    Windows are cut afterwards, so that none of them reaches over.
-    """
+    """Hold out the last `share` of each genome, before windows are cut."""
     learnt, judged = list[Row](), list[Row]()
     for row in rows:
         cut = round(len(row.sequence) * (1 - share))
@@ -158,12 +152,7 @@ def held_out_tails(rows: Sequence[Row], share: float) -> tuple[list[Row], list[R
 def split_rows(
     rows: Sequence[Row], share: float, *, seed: int, longest: int | None = None
 ) -> tuple[list[Row], list[Row]]:
-    """Split rows into what is learnt and what is judged on.
-
-    Of those of more than `longest` letters the last ones are judged on, as of a genome. The others,
-    plasmids beside it, stay whole, and those of one sequence are on one side; so are variants of
-    one site.
-    """
+    """Split rows into training and validation; rows over `longest` letters like genomes."""
     long = [row for row in rows if longest is not None and len(row.sequence) > longest]
     short = [row for row in rows if longest is None or len(row.sequence) <= longest]
     pairs = zip(held_out_tails(long, share), _split_whole(short, share, seed=seed), strict=True)
@@ -172,7 +161,7 @@ def split_rows(
 
 
 def _split_whole(rows: Sequence[Row], share: float, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """Split rows by their sequences: those of one sequence, or of one site, are on one side."""
+    """Split rows so that equal sequences, and variants of one site, stay on one side."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         kind = (row.site,) if row.site else (row.sequence, row.alternative)
@@ -186,16 +175,13 @@ def _split_whole(rows: Sequence[Row], share: float, *, seed: int) -> tuple[list[
 
 
 def without(rows: Sequence[Row], judged: Sequence[Row]) -> list[Row]:
-    """Return the rows whose sequences are not judged on."""
+    """Return the rows whose sequences are not among `judged`."""
     known = {(row.sequence, row.alternative) for row in judged}
     return [row for row in rows if (row.sequence, row.alternative) not in known]
 
 
 def shortened(rows: Sequence[Row], length: int) -> tuple[list[Row], int]:
-    """Return rows of at most `length` letters, and how many were cut.
-
-    A pair keeps the letters around what differs, others their beginning.
-    """
+    """Return rows cut to `length` letters (pairs around the difference), and how many were cut."""
     out, cut = [], 0
     for row in rows:
         longest = max(len(row.sequence), len(row.alternative))
@@ -209,7 +195,7 @@ def shortened(rows: Sequence[Row], length: int) -> tuple[list[Row], int]:
 
 
 def _difference(row: Row) -> int:
-    """Return the first letter in which a pair differs; the beginning where there is no pair."""
+    """Return the first position in which a pair differs; 0 without a pair."""
     if not row.alternative:
         return 0
     fewer = min(len(row.sequence), len(row.alternative))
@@ -222,10 +208,7 @@ def _difference(row: Row) -> int:
 
 
 def both_strands(rows: Sequence[Row], alphabet: Alphabet, classes: Sequence[str]) -> list[Row]:
-    """Return every row twice, the second time as the other strand reads.
-
-    Of the classes of letters, those of one strand (`gene+`) become those of the other (`gene-`).
-    """
+    """Return every row and its reverse complement; classes `gene+` and `gene-` swap."""
     numbers = {name: number for number, name in enumerate(classes)}
     turned = [
         replace(

@@ -1,1 +1,1 @@
-"""What is done with a finished run: predictions, scores of variants, and sequences it writes."""
+"""Use finished runs: predict, score variants, generate sequences."""

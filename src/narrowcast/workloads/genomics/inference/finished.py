@@ -1,4 +1,4 @@
-"""The network of a finished run, ready to be asked."""
+"""Load the network of a finished run."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -40,32 +40,27 @@ from narrowcast.workloads.genomics.targets import (
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Finished:
-    """A network with its weights, on its device and in its formats."""
+    """A trained network on a device, with its tokenizer and policy."""
 
     name: str
-    """The folder, as it was named."""
     info: NetworkInfo
     tokenizer: Tokenizer
     target: Target
     network: Network
     device: torch.device
     prepared: Prepared | None
-    """The formats it computes in; None for plain fp32."""
+    """None for plain fp32."""
 
     @property
     def alphabet(self) -> Alphabet:
-        """The letters it learnt."""
         return self.tokenizer.alphabet
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Let products be in the formats that were asked for."""
+        """Context manager that computes in the policy's precision."""
         return nullcontext() if self.prepared is None else self.prepared.autocast()
 
     def answers(self, rows: Sequence[Row]) -> tuple[Tensor, list[Ids]]:
-        """Return what the network makes of rows, in fp32 on the CPU, and the tokens of each.
-
-        Waits for the device.
-        """
+        """Return outputs in fp32 on the CPU, and the tokens of each row. Synchronises."""
         tokens = [self.tokenizer.encode(row.sequence) for row in rows]
         examples = Examples(
             tokens=Ragged.joined(tokens, np.int64),
@@ -80,7 +75,7 @@ class Finished:
         return self.predict_batch(examples.__getitems__(list(range(len(rows)))), rows), tokens
 
     def predict_batch(self, batch: Batch, rows: Sequence[Row]) -> Tensor:
-        """Return what the network makes of a batch; refuse what is no number."""
+        """Return the outputs of a batch; raise if they are not finite."""
         there = on(self.device, batch)
         try:
             with torch.no_grad(), self.autocast():
@@ -105,7 +100,7 @@ class Finished:
 
 
 def finished(name: str, *, device: str = "auto", policy: str = "fp32") -> Finished:
-    """Read the folder of a finished run."""
+    """Load a finished run from its folder."""
     requested = policy_from(policy)
     location = torch.device(detect_hardware(device).device)
     stored, folder = read_network_info(name)
@@ -146,12 +141,12 @@ def finished(name: str, *, device: str = "auto", policy: str = "fp32") -> Finish
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Say whether a device, or the host, had no memory left; torch has no class for the latter."""
+    """Return whether memory ran out; torch has no error class for the host's."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def require_target(run: Finished, *, writes: bool, instead: str) -> None:
-    """Refuse a run that was trained for something else than what is asked of it."""
+    """Check that a run was, or was not, trained to generate."""
     if isinstance(run.target, NextToken) != writes:
         raise ConfigError(
             f"{run.name} was trained for {run.info.task}, which this command does not support. "

@@ -1,4 +1,4 @@
-"""Predictions as lines of text: a table, JSON lines, GFF3 or BED."""
+"""Predict for every record, and write tables, JSON lines, GFF3 or BED."""
 
 import csv
 import io
@@ -22,15 +22,15 @@ Numbers = npt.NDArray[np.float64]
 
 
 class Prediction(NamedTuple):
-    """What is predicted of a record."""
+    """The prediction for a record."""
 
     name: str
     values: Numbers
-    """Chances, (classes,); a value, (1,); or chances along the record, (letters, classes)."""
+    """Probabilities, (classes,); a value, (1,); or probabilities per letter, (letters, classes)."""
 
 
 def predictions(run: Finished, rows: Iterable[Row], *, batch_size: int) -> Iterator[Prediction]:
-    """Yield a prediction for each row, in order."""
+    """Yield a prediction per row, in order."""
     for batch in batched(rows, batch_size):
         answers, _ = run.answers(batch)
         if isinstance(run.target, Value):
@@ -45,10 +45,7 @@ def predictions(run: Finished, rows: Iterable[Row], *, batch_size: int) -> Itera
 def letter_predictions(
     run: Finished, rows: Iterable[Row], *, batch_size: int
 ) -> Iterator[Prediction]:
-    """Yield the chances of each letter's classes, for whole records of any length.
-
-    A record is read in windows as long as those the run was trained on, one beside another.
-    """
+    """Yield class probabilities per letter for records of any length, read in windows."""
     pieces = (
         (number, row.name, window)
         for number, row in enumerate(rows)
@@ -74,26 +71,24 @@ def _of_windows(
 
 
 def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
-    """Yield items, so many at a time."""
+    """Yield lists of up to `size` items."""
     left = iter(items)
     while batch := list(islice(left, size)):
         yield batch
 
 
 class Interval(NamedTuple):
-    """A stretch of a record that is of one class."""
+    """An interval of one class, from 0, end excluded."""
 
     start: int
-    """From 0."""
     end: int
-    """Behind the last letter."""
     kind: int
     chance: float
-    """The mean of its letters."""
+    """Mean probability of its letters."""
 
 
 def intervals(result: Numbers) -> Iterator[Interval]:
-    """Yield the stretches of one class, whichever is likeliest at each letter."""
+    """Yield intervals of the likeliest class."""
     kinds, chances = result.argmax(-1), result.max(-1)
     starts = np.flatnonzero(np.diff(kinds, prepend=-1))
     for start, end in zip(starts, [*starts[1:], len(kinds)], strict=True):
@@ -106,16 +101,13 @@ ENDINGS: Mapping[str, Format] = {
     ".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".gff": "gff", ".gff3": "gff", ".bed": "bed",
 }  # fmt: skip
 DIGITS = 6
-"""Of a chance or a value: what fp32 has."""
+"""Significant digits written, about what fp32 has."""
 LIKELY = 0.5
-"""The chance from which on a record has a label."""
+"""Probability above which a label is predicted."""
 
 
 def format_named(name: str | None, output: str, *, along: bool) -> Format:
-    """Return the format that is asked for, or that the name of a file ends like.
-
-    `along` says whether there are stretches of records to write, which GFF and BED are for.
-    """
+    """Return the output format by name or suffix; GFF and BED are for annotation (`along`)."""
     ending = "." + output.rpartition(".")[2].lower() if "." in output else ""
     kind = name or ("csv" if output == "-" else ENDINGS.get(ending))
     choices = [each for each in dict.fromkeys(ENDINGS.values()) if along or each in _TABLES]
@@ -131,7 +123,7 @@ _TABLES = ("csv", "tsv", "jsonl")
 
 
 def lines(result: Iterable[Prediction], target: Target, kind: Format) -> Iterator[str]:
-    """Yield what is written, a line with its end at a time."""
+    """Yield the output line by line."""
     if isinstance(target, EveryLetter):
         stretches = _stretches(result, target.classes)
         if kind == "gff":
@@ -146,10 +138,7 @@ def lines(result: Iterable[Prediction], target: Target, kind: Format) -> Iterato
 
 
 def table(rows: Iterable[Mapping[str, Any]], kind: Format) -> Iterator[str]:
-    """Yield rows of one kind as CSV, TSV with a line of names, or JSON lines.
-
-    A mapping in a row is as many columns.
-    """
+    """Yield rows as CSV or TSV with a header, or as JSON lines; mappings become columns."""
     names: Sequence[str] | None = None
     for row in rows:
         if kind == "jsonl":
@@ -163,7 +152,7 @@ def table(rows: Iterable[Mapping[str, Any]], kind: Format) -> Iterator[str]:
 
 
 def rounded(value: float) -> float:
-    """Return a number with the digits that mean something."""
+    """Round to DIGITS significant digits."""
     return float(f"{value:.{DIGITS}g}")
 
 
@@ -181,7 +170,7 @@ def _prediction_row(matched: Prediction, target: Target) -> dict[str, Any]:
 
 
 def _stretches(result: Iterable[Prediction], classes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield stretches as biologists count: from 1, the last letter in it."""
+    """Yield intervals counted from 1, end included."""
     for each in result:
         for start, end, kind, chance in intervals(each.values):
             yield {
@@ -194,7 +183,7 @@ def _stretches(result: Iterable[Prediction], classes: Sequence[str]) -> Iterator
 
 
 def _gff(row: Mapping[str, Any], between: str) -> str:
-    """Return a feature; nothing for what lies between features."""
+    """Return a GFF line; empty for the background class."""
     if row["class"] == between:
         return ""
     kind, strand = _kind_and_strand(row["class"])
@@ -204,7 +193,7 @@ def _gff(row: Mapping[str, Any], between: str) -> str:
 
 
 def _bed(row: Mapping[str, Any], between: str) -> str:
-    """Return an interval from 0, with a chance of a thousand."""
+    """Return a BED line with a score out of 1000; empty for the background class."""
     if row["class"] == between:
         return ""
     kind, strand = _kind_and_strand(row["class"])
@@ -214,7 +203,7 @@ def _bed(row: Mapping[str, Any], between: str) -> str:
 
 
 def _kind_and_strand(name: str) -> tuple[str, str]:
-    """Take a class apart as features are read: `gene-` is a gene of the reverse strand."""
+    """Split `gene-` into the kind and its strand."""
     return (name[:-1], name[-1]) if name[1:].endswith(("+", "-")) else (name, ".")
 
 

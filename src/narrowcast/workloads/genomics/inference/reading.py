@@ -1,4 +1,4 @@
-"""Sequences to predict for, as the run that predicts was given its own; no label is asked for."""
+"""Read the sequences to predict for; labels are not needed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from narrowcast.workloads.genomics.sequences.variants import (
 @final
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Which columns of a table hold what; other formats have no use for them."""
+    """Column names of a table."""
 
     sequence: str = "sequence"
     alternative: str = "alternative"
@@ -35,17 +35,17 @@ class Columns:
 
 @final
 class Reader:
-    """Rows of a file, one after another; counts what it had to cut."""
+    """Reads rows for a run, and counts those it cuts or skips."""
 
     def __init__(self, run: Finished, columns: Columns) -> None:
         self._run, self._columns = run, columns
         self.cut = 0
-        """Sequences that had more letters than the run takes."""
+        """Sequences longer than the run's max_length."""
         self.skipped = Skipped()
-        """Records that are no variants."""
+        """Records without an alternative."""
 
     def rows(self, path: Path, reference: Path | None) -> Iterator[Row]:
-        """Yield sequences, or pairs where the run was trained on pairs, as long as it takes."""
+        """Yield sequences, pairs or variant windows, cut to the run's max_length."""
         if not self._run.info.pairs:
             if reference is not None:
                 raise ConfigError(
@@ -65,7 +65,7 @@ class Reader:
                 )
 
     def whole(self, path: Path) -> Iterator[Row]:
-        """Yield sequences as they are, however long."""
+        """Yield whole sequences of any length."""
         for record in read_records(
             path,
             alphabet=self._run.alphabet,
@@ -81,12 +81,12 @@ class Reader:
             )
 
     def variants(self, path: Path, reference: Path) -> Iterator[VariantPair]:
-        """Yield variants with their surroundings, as long as the run takes."""
+        """Yield variants with their windows."""
         contigs = Reference.read(reference)
         return variant_pairs(self.listed(path), contigs, self._run.info.max_length)
 
     def listed(self, path: Path) -> Iterator[Variant]:
-        """Yield variants as a file has them."""
+        """Yield the variants of a file."""
         self.skipped = Skipped()
         columns = VariantColumns(position=self._columns.position)
         return read_variants(path, columns, skipped=self.skipped)

@@ -1,12 +1,10 @@
-"""Scores of variants: what a base finds likelier, or what a run that was trained on them says.
+"""Variant scores.
 
-With a base, the log-likelihood of the window with the alternative less that of the reference, in
-nats: below 0 the alternative is what such genomes seldom have. Of DNA it is the mean of both
-strands. The first token is given, and unknown letters do not count. Where a contig ends within the
-window, the longer of both loses letters far from the variant, so that as many count in each.
+With a pretrained run, the score is the log-likelihood of the window with the alternative minus that
+of the reference, in nats: the mean of both strands for DNA, without unknown letters.
 
-With a trained run, its value, or the mean number of its class between 0, surely the first, and 1,
-surely the last: of two classes the chance of the second.
+With a run trained on variants, it is the predicted value, or the mean class number scaled to 0
+(first class) to 1 (last class).
 """
 
 import math
@@ -30,7 +28,7 @@ from narrowcast.workloads.genomics.targets import Labels, NextToken, OneClass
 
 
 class Scored(NamedTuple):
-    """A variant, its score, and what else the run says of it."""
+    """A variant, its score, and further columns."""
 
     variant: Variant
     score: float
@@ -38,7 +36,7 @@ class Scored(NamedTuple):
 
 
 def require_scores(run: Finished) -> None:
-    """Refuse a run that has nothing to say of variants."""
+    """Check that a run can score variants."""
     if run.info.alphabet == "protein":
         raise ConfigError(
             f"{run.name} was trained on proteins, but variants are DNA. Use another run."
@@ -58,7 +56,7 @@ def require_scores(run: Finished) -> None:
 
 
 def scores(run: Finished, pairs: Iterable[VariantPair], *, batch_size: int) -> Iterator[Scored]:
-    """Yield a score for each variant, in order."""
+    """Yield a score per variant, in order."""
     for batch in batched(pairs, batch_size):
         if isinstance(run.target, NextToken):
             texts = [list(each) for each in zip(*map(evened, batch), strict=True)]
@@ -71,10 +69,10 @@ def scores(run: Finished, pairs: Iterable[VariantPair], *, batch_size: int) -> I
 
 
 def evened(pair: VariantPair) -> tuple[str, str]:
-    """Return both windows with as many known letters, where there are enough around the variant.
+    """Return both windows with equally many known letters.
 
-    Within a contig they have: an insertion pushes letters out of the window. At its end there is
-    nothing to push out, and every letter more would cost as much as an unlikely one.
+    At the end of a contig an insertion pushes nothing out of its window, and each extra letter
+    would cost as much as an unlikely one. Letters far from the variant become unknown instead.
     """
     texts = [pair.reference, pair.alternative]
     known = [len(text) - text.count(DNA.unknown) for text in texts]
@@ -93,7 +91,7 @@ def evened(pair: VariantPair) -> tuple[str, str]:
 def log_likelihoods(
     run: Finished, sequences: Sequence[str], places: Sequence[str]
 ) -> npt.NDArray[np.float64]:
-    """Return the log-likelihood of sequences in nats; of DNA, the mean of both strands."""
+    """Return log-likelihoods in nats; for DNA, the mean of both strands."""
     strands = [sequences]
     if run.info.alphabet == "dna":
         strands.append([reverse_complement(text) for text in sequences])
@@ -138,7 +136,7 @@ def _judged(run: Finished, batch: Sequence[VariantPair]) -> Iterator[Scored]:
 
 
 def score_row(scored: Scored) -> dict[str, Any]:
-    """Return a row of the table of scores."""
+    """Return the output row of a score."""
     variant = scored.variant
     return {
         "chrom": variant.chrom,
@@ -152,7 +150,7 @@ def score_row(scored: Scored) -> dict[str, Any]:
 
 @final
 class Labelled:
-    """Scores of the variants that have a label, gathered while they are written."""
+    """Compares scores with labels."""
 
     def __init__(self, column: str, positive: str | None) -> None:
         self._column, self._positive = column, positive
@@ -160,7 +158,7 @@ class Labelled:
         self._without = 0
 
     def add(self, variant: Variant, score: float) -> None:
-        """Take a variant; one without a label is counted."""
+        """Add a scored variant."""
         label = _label_text(variant.fields, self._column)
         if label is None:
             raise ConfigError(
@@ -173,7 +171,7 @@ class Labelled:
         self._scores.append(score)
 
     def lines(self) -> list[str]:
-        """Return what is to be said; refuse labels that scores cannot be held against."""
+        """Return the lines to print."""
         scores, values = np.array(self._scores), _numbers(self._labels)
         missing = f", {self._without:,} without a label" if self._without else ""
         positive = self._positive_label(values)
@@ -192,14 +190,14 @@ class Labelled:
         ]
 
     def check_labels(self, variants: Iterable[Variant]) -> None:
-        """Refuse labels that scores cannot be held against, before any is computed."""
+        """Check the labels of all variants before any score is computed."""
         beforehand = Labelled(self._column, self._positive)
         for variant in variants:
             beforehand.add(variant, 0.0)
         beforehand._positive_label(_numbers(beforehand._labels))
 
     def _positive_label(self, values: Any) -> str | None:
-        """Return the label that high scores are to have; None where labels are numbers."""
+        """Return the label that should have high scores; None if labels are numbers."""
         kinds = sorted(set(self._labels))
         if len(kinds) < 2:
             what = f"all labels are {kinds[0]!r}" if kinds else "no variant has a label"
@@ -212,7 +210,7 @@ class Labelled:
         return self._high(kinds, values)
 
     def _high(self, kinds: Sequence[str], values: Any) -> str:
-        """Return the label that high scores are to have."""
+        """Return the label that should have high scores."""
         if self._positive is not None:
             if self._positive not in kinds:
                 raise ConfigError(
@@ -229,7 +227,7 @@ class Labelled:
 
 
 def _label_text(fields: Mapping[str, Any], column: str) -> str | None:
-    """Return a label as text: a column, or an entry of a VCF's INFO; None where neither is."""
+    """Return a label from a column or from INFO as text; None if neither has it."""
     info = fields.get("INFO")
     if column in fields:
         value = fields[column]
@@ -247,7 +245,7 @@ def _listed(fields: Mapping[str, Any]) -> str:
 
 
 def _numbers(labels: Sequence[str]) -> Any:
-    """Return labels as numbers; None where one is none."""
+    """Return labels as numbers, or None if one is not a finite number."""
     try:
         values = [float(label) for label in labels]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Sequences that a base writes, as FASTA."""
+"""Generate sequences with a pretrained run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from narrowcast.workloads.genomics.results import ids_of_letters
 from narrowcast.workloads.genomics.sequences.operations import gc
 
 AT_ONCE = 16
-"""Tokens between two signs of life."""
+"""Tokens between two progress updates."""
 ROWS = 32
-"""Sequences that are written side by side."""
+"""Sequences generated together."""
 LINE = 60
-"""Letters of a line of FASTA."""
+"""Letters per FASTA line."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What is to be written."""
+    """Options of generation."""
 
     prompt: str = ""
-    """Letters that every sequence begins with; without any, a letter by chance."""
+    """Letters that every sequence begins with; empty: one random letter."""
     length: int = 500
-    """Letters to write behind them."""
+    """Letters to generate after the prompt."""
     count: int = 1
     temperature: float = 1.0
     top_k: int | None = None
@@ -38,11 +38,7 @@ class Wish:
 
 
 def sequences(run: Finished, wish: Wish, progress: Callable[[int], None]) -> Iterator[str]:
-    """Yield sequences, each begun with the prompt; the same seed gives the same ones on a CPU.
-
-    A letter is chosen by as many before it as the run was trained on. `progress` is told how many
-    letters there are.
-    """
+    """Yield generated sequences; `progress` is called with the letters so far."""
     generator = torch.Generator(run.device).manual_seed(wish.seed)
     prompt = run.alphabet.clean(wish.prompt, location="--prompt")
     done = 0
@@ -62,7 +58,7 @@ def sequences(run: Finished, wish: Wish, progress: Callable[[int], None]) -> Ite
 
 
 def fasta(sequence: str, number: int, wish: Wish, *, bases: bool) -> str:
-    """Return a record of FASTA that says how it came to be."""
+    """Return a FASTA record with the seed and temperature in its header."""
     said = f">sample_{number} seed={wish.seed} temperature={wish.temperature:g}"
     if bases:
         said += f" gc={gc(sequence):.4f}"
@@ -109,14 +105,13 @@ def _more(
 
 @final
 class _Finite(nn.Module):
-    """A head that refuses to go on from what is no number."""
+    """A head that raises if its logits are not finite."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self._head = head
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return what the head makes of it."""
         logits: Tensor = self._head(hidden)
         if not logits.isfinite().all():
             raise DivergedError("The network predicts NaN or inf. Use an earlier checkpoint.")

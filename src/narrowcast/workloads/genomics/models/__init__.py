@@ -1,1 +1,1 @@
-"""Models of sequences: long convolutions, attention, plain convolutions; of letters or patches."""
+"""Sequence models: Hyena, attention and CNN backbones over letters or patches."""

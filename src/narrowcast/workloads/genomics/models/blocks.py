@@ -1,4 +1,4 @@
-"""A block of the residual stream: positions mixed by one of three backbones, then an MLP."""
+"""Residual blocks: one of three mixers, then an MLP."""
 
 import math
 from typing import ClassVar
@@ -12,11 +12,11 @@ from narrowcast.workloads.genomics.models.hyena import HyenaOperator
 
 ROTARY_BASE = 10_000.0
 DILATIONS = (1, 2, 4, 8)
-"""Of the blocks of a CNN in turn: with 9 taps, four of them see 121 letters."""
+"""Dilations of CNN blocks in turn; with 9 taps, four blocks see 121 letters."""
 
 
 class Block(nn.Module):
-    """Add what positions gather, then what an MLP makes of each, to the residual stream."""
+    """A pre-norm residual block."""
 
     def __init__(self, config: GenomicConfig, index: int) -> None:
         super().__init__()
@@ -30,17 +30,16 @@ class Block(nn.Module):
             last.weight.data /= math.sqrt(2 * config.layers)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the stream `x`, (rows, length, width), with this block's contributions."""
         x = x + self.dropout(self.mixer(self.mixer_norm(x), mask))
         out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return out
 
 
 class MLP(nn.Module):
-    """Widen fourfold, apply the exact GELU, narrow."""
+    """MLP with four times the width and the exact GELU."""
 
     fused_mlp: ClassVar[tuple[str, str, str]] = ("up", "gelu", "down")
-    """What `forward` does, for a plan that can run it as one."""
+    """Names of its parts, for plans that fuse them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -48,13 +47,12 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each position by itself."""
         out: Tensor = self.down(F.gelu(self.up(x)))
         return out
 
 
 class Attention(nn.Module):
-    """Attention with rotary positions; two-sided or causal."""
+    """Attention with rotary positions, bidirectional or causal."""
 
     def __init__(self, width: int, *, heads: int, causal: bool) -> None:
         super().__init__()
@@ -63,7 +61,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what each position gathers from those it sees: (rows, length, width)."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)  # (rows, heads, length, head width)
         query, key = _turned(query), _turned(key)
@@ -77,7 +74,7 @@ class Attention(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A dense convolution with gaps between its taps, a GELU, and a linear layer."""
+    """A dilated convolution, a GELU, and a linear layer."""
 
     def __init__(self, width: int, *, kernel: int, dilation: int, causal: bool) -> None:
         super().__init__()
@@ -87,7 +84,6 @@ class Convolution(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what each position gathers from near ones: (rows, length, width)."""
         x = x if mask is None else x * mask[..., None]
         result = self.convolution(F.pad(x.transpose(1, 2), self.padding))
         out: Tensor = self.out(F.gelu(result).transpose(1, 2))
@@ -114,7 +110,7 @@ def _mixer(config: GenomicConfig, index: int) -> HyenaOperator | Attention | Con
 
 
 def _turned(heads: Tensor) -> Tensor:
-    """Turn pairs half a head apart by their positions, in fp32."""
+    """Apply rotary positions, in fp32."""
     half = heads.shape[-1] // 2
     dtype = torch.float64 if heads.dtype == torch.float64 else torch.float32
     rates = ROTARY_BASE ** (-torch.arange(half, device=heads.device, dtype=dtype) / half)

@@ -1,4 +1,4 @@
-"""The shape of a model of sequences; without torch, so that a mistake is answered at once."""
+"""The shape of a sequence model; importable without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,36 +13,35 @@ Patching = Literal["none", "static", "entropy"]
 
 @dataclass(frozen=True, kw_only=True)
 class GenomicConfig:
-    """What a `GenomicModel` is built from."""
+    """The shape of a `GenomicModel`."""
 
     vocab_size: int
     width: int = 128
     layers: int = 2
     max_length: int = 1024
-    """Letters of the longest sequence: filters fade over it; longer ones can be given."""
+    """Length that filters decay over; longer sequences are allowed."""
     causal: bool = False
-    """Whether a position sees only itself and what is before it."""
     backbone: Backbone = "hyena"
     order: int = 2
-    """Gates of a Hyena operator, one more than its long convolutions."""
+    """Order of the Hyena operator: one more than its long convolutions."""
     filter_width: int = 64
-    """Hidden units of the network that gives Hyena's filters."""
+    """Hidden units of the network that generates Hyena filters."""
     heads: int | None = None
-    """Heads of attention; without a number, one for each 64 of the width."""
+    """Attention heads; None: one per 64 of the width."""
     kernel: int = 9
-    """Taps of the convolutions of a CNN."""
+    """Taps of CNN convolutions."""
     patching: Patching = "none"
     patch_size: int = 4
-    """Letters of a static patch."""
+    """Letters per static patch."""
     min_patch: int = 2
     max_patch: int = 16
     """Bounds of entropy patches; the last of a row may be shorter."""
     entropy_threshold: float = 1.3
-    """Bits of a letter's entropy above which a patch begins with it."""
+    """Entropy in bits above which a letter starts a patch."""
     local_layers: int = 1
-    """Blocks over letters before patches are made, and again after they are undone."""
+    """Blocks over letters before patching, and again after it."""
     reverse_complement: bool = False
-    """Whether the other strand gives the same hidden states, the other way round."""
+    """Whether the reverse complement gives the same hidden states, reversed."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -72,16 +71,15 @@ class GenomicConfig:
 
     @property
     def head_count(self) -> int:
-        """Heads of attention."""
         return self.heads or max(self.width // 64, 1)
 
     @property
     def least_patch(self) -> int:
-        """Letters of the smallest patch a row may be full of."""
+        """Letters of the smallest patch."""
         return {"none": 1, "static": self.patch_size, "entropy": self.min_patch}[self.patching]
 
     def max_patches(self, length: int) -> int:
-        """Return how many patches a sequence of `length` letters has at most."""
+        """Return the maximum number of patches of `length` letters."""
         return -(-length // self.least_patch)
 
 
@@ -96,4 +94,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "long": {"width": 256, "layers": 8, "max_length": 1_048_576},
     }
 )
-"""Shapes by name; each takes the vocabulary of its tokenizer, and any change."""
+"""Shapes by name."""

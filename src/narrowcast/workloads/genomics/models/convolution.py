@@ -1,16 +1,13 @@
-"""Long convolutions by the fast Fourier transform, with the gates around them.
+"""Gated long convolutions by FFT.
 
-A causal convolution of length L is usually padded to 2 L, transformed as real numbers, and half of
-the result is thrown away. Here nothing is padded: with letter t turned by a^t, where a^M is the
-imaginary unit, what would wrap around comes back in the imaginary part, and the real part is the
-convolution (a "right-angle convolution": Crandall and Fagin 1994). Lags below zero wrap the other
-way, so a two-sided filter costs no more than a causal one. One complex transform of M ≥ L numbers
-takes the place of a real one of 2 L.
+A causal convolution of length L is usually a real FFT padded to 2 L. Here it is one complex FFT of
+M >= L numbers, without padding (right-angle convolution, Crandall and Fagin 1994): letter t is
+multiplied by a^t with a^M = i, so what wraps around ends up in the imaginary part. Negative lags
+wrap the other way, so a two-sided filter costs the same.
 
-Transforms are computed in fp32, or fp64 for fp64, whatever the format of the sequences. Only what
-came in is kept for the backward pass, in the format it came in; spectra are computed again, some
-channels at a time, so that those of all channels are never alive together. Inside `torch.compile`
-these are the operators `narrowcast::gated_convolution` and its backward pass.
+Transforms run in fp32 (fp64 for fp64) in every policy. The backward pass keeps the inputs only and
+recomputes spectra in chunks of channels. Under `torch.compile` this is the operator
+`narrowcast::gated_convolution`.
 """
 
 from typing import Any, Literal
@@ -24,7 +21,7 @@ from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.workloads.genomics.models import transforms
 
 Method = Literal["torch", "fused"]
-"""In plain torch, or with kernels around torch's transforms that gate and turn as they copy."""
+"""Plain torch, or kernels that fuse the gates with the copies around the FFT."""
 
 
 def gated_convolution(
@@ -38,10 +35,10 @@ def gated_convolution(
     chunk: int | None = None,
     method: Method | None = None,
 ) -> Tensor:
-    """Return after ⊙ (filters * z + bias ⊙ z) with z = before ⊙ value; what is None is left out.
+    """Return after ⊙ (filters * z + bias ⊙ z) with z = before ⊙ value; None is left out.
 
-    All but `filters` and `bias`, (channels,), are (rows, channels, length) and of one dtype, which
-    is that of the result. Without a `method` it is the best there is for the device.
+    Sequences are (rows, channels, length), filters (channels, taps). Two-sided filters have an odd
+    number of taps, lag 0 in the middle. Without a `method` the best one for the device is used.
     """
     filters = _within(filters, value.shape[-1], causal=causal)
     result: Tensor = _apply(value, filters, bias, before, after, causal, chunk or 0, method or "")
@@ -49,7 +46,7 @@ def gated_convolution(
 
 
 def _within(filters: Tensor, length: int, *, causal: bool) -> Tensor:
-    """Cut off lags that no pair of letters has."""
+    """Cut lags beyond the sequence."""
     taps = filters.shape[-1]
     if causal:
         return filters[..., :length]

@@ -1,4 +1,4 @@
-"""What is read from hidden states: a class of a sequence, of each letter, or the next letter."""
+"""Heads: class of a sequence, class of each letter, next letter."""
 
 from typing import Literal
 
@@ -10,15 +10,11 @@ from narrowcast.errors import ConfigError
 
 Pool = Literal["mean", "max", "cls", "attention", "position"]
 NARROWER = 4
-"""By how much a state is narrowed before every position has weights of its own."""
+"""Factor by which states are narrowed for pool=position."""
 
 
 class SequenceHead(nn.Module):
-    """Pool a sequence's hidden states, and score its classes by an MLP.
-
-    `position` gives each of the first `length` positions weights of its own, for sequences that
-    are aligned: variants of one protein, windows about a splice site.
-    """
+    """Pooling and an MLP; `position` has weights per position, for aligned sequences."""
 
     def __init__(
         self,
@@ -44,13 +40,13 @@ class SequenceHead(nn.Module):
         self.out = nn.Linear(width, classes)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return logits, (rows, classes), of (rows, length, width), where `mask` is true."""
+        """Return logits, (rows, classes)."""
         pooled = self.dropout(self.pooled(hidden, mask))
         out: Tensor = self.out(self.dropout(F.gelu(self.hidden(pooled))))
         return out
 
     def pooled(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return one state a sequence: (rows, width)."""
+        """Return one vector per sequence, (rows, width)."""
         if mask is None:
             mask = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
         real = mask[..., None]
@@ -73,7 +69,7 @@ class SequenceHead(nn.Module):
 
 
 class TokenHead(nn.Module):
-    """Score the classes of each letter by an MLP."""
+    """MLP that classifies each letter."""
 
     def __init__(self, width: int, classes: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -82,25 +78,25 @@ class TokenHead(nn.Module):
         self.out = nn.Linear(width, classes)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits, (rows, length, classes), of (rows, length, width)."""
+        """Return logits, (rows, length, classes)."""
         hidden = F.gelu(self.hidden(self.dropout(hidden)))
         out: Tensor = self.out(self.dropout(hidden))
         return out
 
 
 class NextTokenHead(nn.Module):
-    """Score what comes after each token, or what a masked one was."""
+    """Linear layer that predicts the next token."""
 
     def __init__(self, width: int, vocab_size: int) -> None:
         super().__init__()
         self.out = nn.Linear(width, vocab_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits, (rows, length, vocab), of (rows, length, width)."""
+        """Return logits, (rows, length, vocab)."""
         out: Tensor = self.out(hidden)
         return out
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are taken in."""
+    """Return the dtype to sum in."""
     return torch.float64 if dtype == torch.float64 else torch.float32

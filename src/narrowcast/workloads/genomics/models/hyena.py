@@ -1,4 +1,4 @@
-"""The Hyena operator: long convolutions and gates in the place of attention (Poli et al. 2023)."""
+"""The Hyena operator (Poli et al. 2023), implicit filters as in HyenaDNA (Nguyen et al. 2023)."""
 
 import itertools
 import math
@@ -14,20 +14,18 @@ from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.workloads.genomics.models.convolution import Method, gated_convolution
 
 BANDS = 2
-"""Frequencies of a position, and so five features."""
+"""Frequencies of the positional features: t, and cos and sin of each."""
 SINE_FREQUENCY = 10.0
-"""What sines are multiplied with at first; each unit learns its own."""
+"""Initial frequency of the sine activations, which is learnt per unit."""
 FADED, FAST, SLOW = 0.01, 0.3, 1.5
-"""Taps of the fastest channel have fallen to a hundredth at 0.3 of the longest sequence, those of
-the slowest at 1.5 of it."""
+"""The fastest channel decays to 0.01 at 0.3 of the longest sequence, the slowest at 1.5."""
 
 
 class ImplicitFilter(nn.Module):
-    """Give `orders` filters for each of `width` channels, and a bias that passes letters on.
+    """Generates long filters from positions by an MLP with sine activations and a decay.
 
-    Computed in fp32 under any policy, and therefore without linear layers, which policies give
-    their format: 8 bits cannot tell neighbouring positions apart. Weights of filters do not decay
-    (`filter_parameters`).
+    Runs in fp32 under every policy, so it has no linear layers, which policies would cast: 8 bits
+    cannot separate neighbouring positions.
     """
 
     def __init__(
@@ -51,10 +49,7 @@ class ImplicitFilter(nn.Module):
         self.bias = nn.Parameter(torch.randn(orders, width))
 
     def forward(self, length: int) -> Tensor:
-        """Return filters for sequences of `length`: (orders, width, taps).
-
-        Causal ones have `length` taps, two-sided ones 2 · length − 1 with lag 0 in the middle.
-        """
+        """Return (orders, width, taps): `length` taps if causal, else 2 · length - 1."""
         with torch.autocast(self.bias.device.type, enabled=False):
             return self._filters(length)
 
@@ -82,24 +77,24 @@ class ImplicitFilter(nn.Module):
 
 
 def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of implicit filters, which weight decay would only blur."""
+    """Yield the parameters of implicit filters, which get no weight decay."""
     for module in model.modules():
         if isinstance(module, ImplicitFilter):
             yield from module.parameters()
 
 
 def _uniform(*shape: int, within: int) -> nn.Parameter:
-    """Draw a weight as linear layers of that many inputs begin."""
+    """Return a parameter initialised like a linear layer of `within` inputs."""
     bound = within**-0.5
     return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
 
 
 SHORT = 3
-"""Taps of the convolution on every projected channel."""
+"""Taps of the short convolution."""
 
 
 class HyenaOperator(nn.Module):
-    """Mix positions: v ← h ∗ (x ⊙ v) + D ⊙ (x ⊙ v) for each order after the first, then a gate."""
+    """v ← h ∗ (x ⊙ v) + D ⊙ (x ⊙ v) for each order after the first, then a gate."""
 
     def __init__(
         self,
@@ -123,7 +118,6 @@ class HyenaOperator(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what each position gathers: (rows, length, width); nothing where `mask` is not."""
         projected = self.project(x)
         if mask is not None:
             projected = projected * mask[..., None]
@@ -146,7 +140,7 @@ class HyenaOperator(nn.Module):
 
 
 class ShortConvolution(nn.Module):
-    """Convolve each channel with three taps, and hand channels on before positions."""
+    """Depthwise convolution of three taps that returns channels first."""
 
     def __init__(self, channels: int, *, causal: bool) -> None:
         super().__init__()
@@ -156,15 +150,11 @@ class ShortConvolution(nn.Module):
         self.causal = causal
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (rows, channels, length) of (rows, length, channels)."""
         return short_convolution(x, self.weight, self.bias, causal=self.causal)
 
 
 def short_convolution(x: Tensor, weight: Tensor, bias: Tensor, *, causal: bool) -> Tensor:
-    """Return (rows, channels, length) of (rows, length, channels), by (channels, 3) taps.
-
-    The last tap is the position's own if `causal`, else the middle one.
-    """
+    """Return (rows, channels, length); the last tap is the position itself if `causal`."""
     left = 2 if causal else 1
     if x.device.type == "cpu" or x.dtype == torch.float64:
         padded = F.pad(x.transpose(1, 2), (left, 2 - left))

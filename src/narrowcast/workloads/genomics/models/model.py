@@ -1,4 +1,4 @@
-"""A model of sequences: `model(tokens, mask)` gives a hidden state for each token."""
+"""Sequence models, their combination with a head, and sampling."""
 
 from collections.abc import Sequence
 
@@ -21,14 +21,10 @@ from narrowcast.workloads.genomics.models.patches import (
 
 
 class GenomicModel(nn.Module):
-    """Letters in, hidden states out, by the blocks of a backbone.
+    """Hidden states of tokens.
 
-    With `reverse_complement` the states are those of both strands, the other one read backwards and
-    turned round again, on average: the other strand has the same ones in reverse. `complement` is
-    the id of the complementary token of every id.
-
-    With `patching` the blocks see patches; `byte_lm` finds those of entropy. Without one they are
-    found by a model that knows nothing, until the weights of another are loaded.
+    With `reverse_complement`, states are the mean over both strands. `complement` maps each token
+    to its complement. With `patching`, the blocks see patches; `byte_lm` places entropy patches.
     """
 
     def __init__(
@@ -53,11 +49,7 @@ class GenomicModel(nn.Module):
         self.complement: Tensor
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return hidden states, (rows, length, width), of (rows, length) tokens.
-
-        `mask` is true for the tokens of a row, which come first, and false for what fills it up:
-        the states of the former do not depend on the latter.
-        """
+        """Return hidden states, (rows, length, width), which do not depend on padding."""
         if not self.config.reverse_complement:
             return self._states(tokens, mask)
         places = _reversed_places(tokens, mask)
@@ -68,12 +60,12 @@ class GenomicModel(nn.Module):
         return (strand + turned) / 2
 
     def stages(self) -> list[nn.Module]:
-        """Return what a sequence passes, from input to output: together, all parameters."""
+        """Return the stages from input to output, which hold all parameters."""
         around = (self.embed, self.front, *self.blocks, self.back, self.norm)
         return [stage for stage in around if stage is not None]
 
     def patches(self, tokens: Tensor, mask: Tensor | None = None) -> Patches:
-        """Cut rows of tokens into patches, as `forward` does."""
+        """Return the patches that `forward` uses."""
         config = self.config
         if self.byte_lm is None:
             starts = every(config.least_patch, tokens)
@@ -118,7 +110,7 @@ def _complement_table(config: GenomicConfig, complement: Sequence[int] | None) -
 
 
 def _reversed_places(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Return where each token of a row read backwards comes from; what fills it up stays."""
+    """Return the source index of each token in the reversed row; padding stays."""
     rows, length = tokens.shape
     location = torch.arange(length, device=tokens.device).expand(rows, length)
     if mask is None:
@@ -128,11 +120,7 @@ def _reversed_places(tokens: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Network(nn.Module):
-    """Predict from tokens; `alternative` is the same sequence with a variant in it.
-
-    Of a pair, what the variant changed is judged beside what came of it: the head is as wide as
-    two backbones.
-    """
+    """A backbone with a head; for pairs the head sees the difference and the alternative."""
 
     def __init__(self, backbone: GenomicModel, head: nn.Module) -> None:
         super().__init__()
@@ -141,7 +129,6 @@ class Network(nn.Module):
     def forward(
         self, tokens: Tensor, mask: Tensor | None = None, alternative: Tensor | None = None
     ) -> Tensor:
-        """Return what the head makes of (rows, length) tokens."""
         if alternative is None:
             hidden = self.backbone(tokens, mask)
         else:
@@ -153,7 +140,7 @@ class Network(nn.Module):
         return out
 
     def stages(self) -> list[nn.Module]:
-        """Return its parts from input to output, which together hold every parameter."""
+        """Return the stages from input to output, which hold all parameters."""
         return [*self.backbone.stages(), self.head]
 
 
@@ -170,11 +157,9 @@ def generate(
     allowed: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return `tokens`, (rows, length), with `count` more of them: (rows, length + count).
+    """Return `tokens` with `count` sampled ones appended: (rows, length + count).
 
-    `model` is causal, and `head` scores the next token. A temperature of 0 takes the likeliest.
-    `top_k` keeps that many of the likeliest, `top_p` the fewest whose chances sum to it; `allowed`,
-    the ids that may be drawn at all. Each letter reads the whole sequence again.
+    `allowed` are the ids that may be drawn. There is no cache: each token reads the whole sequence.
     """
     training = model.training, head.training
     model.eval(), head.eval()
@@ -201,7 +186,7 @@ def choose(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return one token a row, (rows, 1), of (rows, vocab) logits."""
+    """Sample one token per row, (rows, 1), from (rows, vocab) logits."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     likeliest, ids = (logits / temperature).sort(dim=-1, descending=True)

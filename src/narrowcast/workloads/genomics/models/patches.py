@@ -1,7 +1,6 @@
-"""Where a sequence is cut into patches: every few letters, or where the next letter is in doubt.
+"""Patches: where sequences are cut, the byte model that places cuts, and the layers around blocks.
 
-All of it stays on the device: the number of patches of a row is not known to the host, only the
-most there can be. What a row has less is empty.
+The number of patches of a row stays on the device; the host knows only the maximum.
 """
 
 import math
@@ -16,28 +15,24 @@ from narrowcast.workloads.genomics.models.config import GenomicConfig
 
 @dataclass(frozen=True)
 class Patches:
-    """How the letters of rows are cut; the lengths of a row's patches sum to its letters."""
+    """Assignment of letters to patches."""
 
     ids: Tensor
-    """Which patch each letter is in, (rows, length); `bound` for what only fills a row up."""
+    """Patch of each letter, (rows, length); `bound` for padding."""
     lengths: Tensor
-    """Letters of each patch, (rows, bound): 1 or more, then zeros."""
+    """Letters per patch, (rows, bound), zeros last."""
 
     @property
     def bound(self) -> int:
-        """The most patches there can be."""
+        """Maximum number of patches."""
         return self.lengths.shape[1]
 
     @property
     def mask(self) -> Tensor:
-        """Which patches there are: (rows, bound)."""
         return self.lengths > 0
 
     def pooled(self, letters: Tensor) -> Tensor:
-        """Return the mean of the letters of each patch: (rows, bound, width) of (rows, length, …).
-
-        Nothing, where there is no patch.
-        """
+        """Return the mean state of each patch, (rows, bound, width); zeros for empty ones."""
         rows, _, width = letters.shape
         sums = letters.new_zeros((rows * (self.bound + 1), width))
         sums = sums.index_add(0, self._slots(), letters.flatten(0, 1))
@@ -45,23 +40,20 @@ class Patches:
         return (means / self.lengths.clamp(min=1)[..., None]).to(letters.dtype)
 
     def spread(self, patches: Tensor, *, shifted: bool) -> Tensor:
-        """Give each letter the state of its patch, or with `shifted` of the patch before it.
-
-        Where there is none before, that is nothing.
-        """
+        """Return the state of each letter's patch, or with `shifted` of the patch before it."""
         nothing = patches.new_zeros((len(patches), 1, patches.shape[2]))
         slots = torch.cat([nothing, patches] if shifted else [patches, nothing], dim=1)
         inputs = slots.flatten(0, 1).index_select(0, self._slots())
         return inputs.reshape(*self.ids.shape, -1)
 
     def _slots(self) -> Tensor:
-        """Number the patches of all rows; each row has one more, for what fills it up."""
+        """Return a number per letter's patch over all rows; one extra per row for padding."""
         rows = torch.arange(len(self.ids), device=self.ids.device)[:, None]
         return (rows * (self.bound + 1) + self.ids).flatten()
 
 
 def cut_at(starts: Tensor, mask: Tensor | None, *, bound: int) -> Patches:
-    """Cut before each of `starts`, (rows, length), of which a row has at most `bound`."""
+    """Return the patches that begin at `starts`, (rows, length), at most `bound` per row."""
     ids = starts.cumsum(1) - 1
     if mask is not None:
         ids = ids.where(mask, bound)
@@ -70,17 +62,16 @@ def cut_at(starts: Tensor, mask: Tensor | None, *, bound: int) -> Patches:
 
 
 def every(size: int, tokens: Tensor) -> Tensor:
-    """Return starts of patches of `size` letters each: (rows, length)."""
+    """Return the starts of patches of `size` letters, (rows, length)."""
     location = torch.arange(tokens.shape[1], device=tokens.device)
     return (location % size == 0).expand(tokens.shape)
 
 
 def bounded(wanted: Tensor, *, least: int, most: int) -> Tensor:
-    """Return starts of patches of `least` to `most` letters, the last of a row maybe of fewer.
+    """Return starts of patches of `least` to `most` letters; the last of a row may be shorter.
 
-    From one start the next is the first wanted place that is `least` letters on, or the one `most`
-    letters on. Every place knows where a patch that began there would end; which of them are
-    starts, is found by steps of 1, 2, 4, … patches at once.
+    The next start is the first wanted place `least` letters on, or the place `most` letters on.
+    Starts are found by pointer doubling, in steps of 1, 2, 4, … patches.
     """
     rows, length = wanted.shape
     position = torch.arange(length + 1, device=wanted.device)
@@ -101,7 +92,7 @@ LOCAL_TAPS = 9
 
 
 class PatchFront(nn.Module):
-    """Mix near letters, then make one token of each patch."""
+    """Local blocks over letters, then one token per patch."""
 
     def __init__(self, config: GenomicConfig) -> None:
         super().__init__()
@@ -112,14 +103,14 @@ class PatchFront(nn.Module):
     def forward(
         self, letters: Tensor, patches: Patches, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return states of letters, (rows, length, width), and tokens, (rows, patches, width)."""
+        """Return letter states, (rows, length, width), and patch states, (rows, patches, width)."""
         for block in self.local:
             letters = block(letters, mask)
         return letters, self.patch(patches.pooled(self.norm(letters)))
 
 
 class PatchBack(nn.Module):
-    """Give letters the states of their patches, or if causal of the patches before, and mix."""
+    """Adds patch states to letters (of the patch before if causal), then local blocks."""
 
     def __init__(self, config: GenomicConfig) -> None:
         super().__init__()
@@ -131,7 +122,6 @@ class PatchBack(nn.Module):
     def forward(
         self, letters: Tensor, tokens: Tensor, patches: Patches, mask: Tensor | None
     ) -> Tensor:
-        """Return states of letters: (rows, length, width)."""
         # A letter does not know its own patch before that is complete.
         inputs = patches.spread(self.letter(self.norm(tokens)), shifted=self.causal)
         letters = letters + inputs
@@ -141,7 +131,7 @@ class PatchBack(nn.Module):
 
 
 class LocalBlock(nn.Module):
-    """Add to each letter what a few near ones give, channel by channel, then mixed."""
+    """Residual block with a depthwise convolution."""
 
     def __init__(self, config: GenomicConfig) -> None:
         super().__init__()
@@ -155,7 +145,6 @@ class LocalBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the stream `x`, (rows, length, width), with this block's contribution."""
         y = self.norm(x)
         y = y if mask is None else y * mask[..., None]
         near = self.near(F.pad(y.transpose(1, 2), self.padding)).transpose(1, 2)
@@ -165,16 +154,15 @@ class LocalBlock(nn.Module):
 
 TAPS = 4
 DILATIONS = (1, 4)
-"""Of the two layers: each letter is guessed from the 16 before it."""
+"""Dilations of the two layers; each letter is predicted from the 16 before it."""
 LEARNING_RATE = 1e-2
 
 
 class ByteLM(nn.Module):
-    """Guess the letter after each, from those just before it, by two causal convolutions.
+    """Predicts the next letter by two causal convolutions.
 
-    Its weights are buffers: part of what a model saves, but nothing a policy gives a format or an
-    optimizer moves, so that a sequence always has the same patches. Until `train_byte_lm` has set
-    them it guesses at random.
+    Its weights are buffers, saved but not cast or trained, so a sequence always has the same
+    patches.
     """
 
     def __init__(self, vocab_size: int, width: int = 48) -> None:
@@ -188,7 +176,7 @@ class ByteLM(nn.Module):
         self._add("out_bias", vocab_size, deviation=0.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of the letter after each: (rows, length, vocab)."""
+        """Return logits of the next letter, (rows, length, vocab)."""
         x = F.embedding(tokens, self._weight("embed")).transpose(1, 2)
         for index, dilation in enumerate(DILATIONS):
             padded = F.pad(x, ((TAPS - 1) * dilation, 0))
@@ -198,10 +186,7 @@ class ByteLM(nn.Module):
 
     @torch.no_grad()
     def entropy(self, tokens: Tensor) -> Tensor:
-        """Return how open each letter was before it was read, in bits: (rows, length).
-
-        It depends on the letters before it alone; the first one is as open as can be.
-        """
+        """Return the entropy of each letter given those before it, in bits: (rows, length)."""
         with torch.autocast(tokens.device.type, enabled=False):
             chances = self(tokens).log_softmax(-1)
             bits = -(chances.exp() * chances).sum(-1) / math.log(2)
@@ -223,7 +208,7 @@ def train_byte_lm(
     rows: int = 16,
     length: int = 256,
 ) -> ByteLM:
-    """Train a `ByteLM` on windows of a long sequence, (letters,), drawn by `generator`."""
+    """Train a `ByteLM` on random windows of a sequence, (letters,)."""
     with torch.random.fork_rng([]):
         torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
         model = ByteLM(vocab_size).to(tokens.device)
@@ -246,9 +231,6 @@ def train_byte_lm(
 
 
 def threshold_for(entropy: Tensor, *, patch_size: float) -> float:
-    """Return the entropy above which one letter in `patch_size` lies, so that patches are as long.
-
-    Bounds on the lengths of patches come on top of it.
-    """
+    """Return the entropy threshold that one letter in `patch_size` exceeds."""
     flat = entropy.flatten().float().sort().values
     return float(flat[min(int(len(flat) * (1 - 1 / patch_size)), len(flat) - 1)])

@@ -1,4 +1,4 @@
-"""Convolutions by FFT in plain torch, a piece at a time."""
+"""FFT convolutions in plain torch, a chunk at a time."""
 
 import math
 from collections.abc import Iterator
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 NUMBERS_AT_ONCE = 2**22
-"""Complex numbers of the spectra of a piece, 32 MiB: what one pass over them writes, the next still
-finds in the cache of a large GPU."""
+"""Complex numbers per chunk, 32 MiB, which stays in the cache of a large GPU."""
 
 
 def forward(
@@ -47,7 +46,7 @@ def backward(
     causal: bool,
     chunk: int,
 ) -> list[Tensor]:
-    """Return the gradients of all that was given to `forward`."""
+    """Return the gradients of all inputs of `forward`."""
     grads = empty_grads(value, filters, bias, before, after)
     to_value, to_filters, to_bias, to_before, to_after = grads
     turns, length = quarter_turns(value), value.shape[-1]
@@ -81,7 +80,7 @@ def backward(
 
 
 def empty_grads(*inputs: Tensor | None) -> list[Tensor]:
-    """Take memory for gradients; what was not given has an empty one."""
+    """Return empty gradients; of size 0 for None."""
     nothing = torch.empty(0, device=next(t.device for t in inputs if t is not None))
     return [
         nothing.clone() if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
@@ -90,13 +89,13 @@ def empty_grads(*inputs: Tensor | None) -> list[Tensor]:
 
 
 def fast_length(length: int) -> int:
-    """Return the least length from here on that is a power of two times 1, 3, 5, 7, 9 or 15."""
+    """Return the smallest size >= `length` that is a power of two times 1, 3, 5, 7, 9 or 15."""
     odds = (1, 3, 5, 7, 9, 15)
     return min(odd << max((length - 1) // odd, 0).bit_length() for odd in odds)
 
 
 def pieces(value: Tensor, chunk: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield channels that are transformed together, `chunk` or as many as fit, and their rows."""
+    """Yield slices of channels, with the slices of rows to transform together."""
     rows, channels, length = value.shape
     size = fast_length(length)
     step = chunk or max(NUMBERS_AT_ONCE // size, 1)
@@ -112,7 +111,7 @@ def _gated(value: Tensor, before: Tensor | None, here: tuple[slice, slice]) -> T
 
 
 def quarter_turns(value: Tensor) -> Tensor:
-    """Return a^t for as many t as a transform has: quarter of a turn over all of them."""
+    """Return a^t for t below the transform size, a quarter turn in all."""
     size = fast_length(value.shape[-1])
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
     angles = torch.arange(size, device=value.device, dtype=dtype) * (math.pi / 2 / size)
@@ -132,10 +131,7 @@ def _back(spectrum: Tensor, turns: Tensor, length: int) -> Tensor:
 
 
 def filter_spectrum(filters: Tensor, turns: Tensor, *, causal: bool) -> Tensor:
-    """Return the spectra of filters, of which lags below zero are imaginary, at the far end.
-
-    They are divided by the size of a transform, which those of sequences then need not be.
-    """
+    """Return filter spectra over the transform size; negative lags are imaginary, at the end."""
     filters = filters.to(turns.real.dtype) / len(turns)
     if causal:
         return _spectrum(filters, turns)
@@ -148,7 +144,7 @@ def filter_spectrum(filters: Tensor, turns: Tensor, *, causal: bool) -> Tensor:
 
 
 def filter_part(spectrum: Tensor, turns: Tensor, taps: int, *, causal: bool) -> Tensor:
-    """Return the gradients of filters from their spectra."""
+    """Return filter gradients from their spectra."""
     both = _back(spectrum / len(turns), turns, len(turns))
     if causal:
         return both.real[:, :taps]

@@ -16,16 +16,16 @@ from narrowcast.workloads.genomics.results import FILE
 from narrowcast.workloads.genomics.sequences.operations import gc
 
 LARGEST = 2**24
-"""Bytes of that file."""
+"""Maximum bytes of that file."""
 WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError)
-"""What reading a file that somebody else wrote, or that was damaged, can raise."""
+"""Errors that a damaged file can cause."""
 
 Sets: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The results of each evaluated set: validation, and test if there is one."""
 MOST_TINT = 45
-"""Per cent of a colour below words: the words stay readable on it, in light and dark."""
+"""Percent of colour behind text, which stays readable in light and dark."""
 LONGEST_NAME = 32
-"""Letters of a class in a table."""
+"""Maximum letters of a class name in a table."""
 
 
 def _measures_table(sets: Sets, info: TaskInfo) -> str:
@@ -91,7 +91,7 @@ def _confusion_table(classes: Sequence[str], counts: Sequence[Sequence[int]]) ->
 
 
 def _short(name: str) -> str:
-    """Return a name that leaves room for others."""
+    """Return a class name, shortened."""
     text = str(name)
     return escape(text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…")
 

@@ -1,9 +1,7 @@
-"""DNA, RNA and protein: which letters there are, and what is done with every other one.
+"""Alphabets of DNA, RNA and protein.
 
-Three kinds of letters are told apart. Those of the alphabet are kept, in upper case: lower case is
-how soft-masked repeats are written. Those that IUPAC gives a meaning of several (`R` is A or G)
-become the unknown letter and are counted, or are refused under `strict`. Everything else is a
-mistake in the file, and refused.
+Letters are upper-cased, since lower case marks soft-masked repeats. Ambiguous IUPAC letters such as
+R (A or G) become N or X, or raise with `strict`. Any other letter raises.
 """
 
 from collections.abc import Mapping
@@ -15,28 +13,28 @@ from narrowcast.errors import ConfigError
 
 WHITESPACE = b" \t\r\n\v\f"
 _BAD = 0
-"""The byte that stands for a letter of no alphabet while a sequence is cleaned."""
+"""Marks letters of no alphabet while a sequence is cleaned."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Alphabet:
-    """Letters of a kind of sequence, in the order of its vocabulary."""
+    """The letters of a kind of sequence, in vocabulary order."""
 
     name: str
     letters: str
     unknown: str
-    """The letter for any of them: N or X."""
+    """N or X."""
     ambiguous: str
-    """Letters of IUPAC that mean several of them, or one that has no token; without `unknown`."""
+    """IUPAC letters that are ambiguous or have no token, without `unknown`."""
     stop: str = ""
-    """A mark that a sequence may have and that is no letter: the end of a protein."""
+    """The stop sign of proteins."""
     marks: tuple[str, ...] = ()
-    """Special tokens beside those that every vocabulary has."""
+    """Extra special tokens."""
     reads_as: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """A letter of a sister alphabet, and the one that it is here."""
+    """U as T, or T as U."""
     complement: Mapping[str, str] | None = field(default=None, hash=False)
-    """The letter opposite to each, ambiguous ones too; None where there is no other strand."""
+    """Complement of each letter, ambiguous ones too; None for proteins."""
 
     def clean(self, sequence: str | bytes, *, strict: bool = False, location: str = "") -> str:
         """Return a sequence in upper case, without blanks, in letters of this alphabet only."""
@@ -60,13 +58,13 @@ class Alphabet:
         return stored.decode("ascii")
 
     def fits(self, sequence: str | bytes) -> bool:
-        """Say whether every letter of a sequence has a meaning here."""
+        """Return whether all letters are valid here."""
         raw = sequence if isinstance(sequence, bytes) else sequence.encode("ascii", "replace")
         return _BAD not in raw.translate(self._table, WHITESPACE)
 
     @cached_property
     def _table(self) -> bytes:
-        """What each byte becomes."""
+        """Maps each byte to its cleaned letter."""
         table = bytearray(256)
         meaning = {letter: letter for letter in self.letters + self.unknown + self.stop}
         meaning |= dict.fromkeys(self.ambiguous, self.unknown)
@@ -88,10 +86,7 @@ class Alphabet:
 
 
 def guess_alphabet(sequence: str | bytes) -> Alphabet:
-    """Return what a sequence looks like: nucleotides where nearly all letters are A, C, G, T, U, N.
-
-    Every letter of DNA is one of protein too, so this is a guess; name the alphabet where you can.
-    """
+    """Return the likely alphabet; a guess, since DNA letters are protein letters too."""
     raw = sequence if isinstance(sequence, bytes) else sequence.encode("ascii", "replace")
     raw = raw.translate(None, WHITESPACE)
     plain = _count(raw, "ACGTUN")
@@ -101,17 +96,16 @@ def guess_alphabet(sequence: str | bytes) -> Alphabet:
 
 
 def _has(raw: bytes, letter: str) -> bool:
-    """Say whether a letter is there, in either case."""
+    """Return whether a letter occurs in either case."""
     return ord(letter) in raw or ord(letter.lower()) in raw
 
 
 def _count(raw: bytes, letters: str) -> int:
-    """Count letters in either case."""
     return len(raw) - len(raw.translate(None, (letters + letters.lower()).encode()))
 
 
 def _dense(sequence: str | bytes) -> str:
-    """Return a sequence without blanks, else as it was written."""
+    """Return a sequence without whitespace."""
     text = sequence.decode("latin-1") if isinstance(sequence, bytes) else sequence
     return text.translate(dict.fromkeys(WHITESPACE))
 

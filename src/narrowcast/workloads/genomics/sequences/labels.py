@@ -1,4 +1,4 @@
-"""Labels: one for each base of a genome, for each token of a sequence, or for a whole record."""
+"""Labels per base, per token and per letter of a record."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from narrowcast.workloads.genomics.sequences.readers.record import Feature, Part
 from narrowcast.workloads.genomics.sequences.tokenizers import Ids, Spans
 
 IGNORE = -100
-"""The label that losses of torch leave out."""
+"""torch's ignore_index."""
 UNKNOWN = "-"
-"""How a table writes the class of a letter that nobody knows: it is neither learnt nor judged."""
+"""Marks a letter of unknown class, which is not trained on or evaluated."""
 
 
 def base_labels(
@@ -25,11 +25,10 @@ def base_labels(
     circular: bool = False,
     location: str = "",
 ) -> Ids:
-    """Return the class of each base: that of the features it lies in, or 0.
+    """Return the class of each base, 0 outside of all features.
 
-    `classes` gives a number to kinds of features on either strand (`gene`), or on one (`gene+`,
-    `gene-`). Where features overlap, the later class of `classes` wins. Introns of a feature in
-    several parts are not in it; on a circle what lies beyond the end goes on at the beginning.
+    Keys of `classes` are feature kinds, with + or - for one strand. Later classes win overlaps. On
+    a circular sequence, features may run over the end.
     """
     labels = np.zeros(length, dtype=np.int64)
     by_kind: dict[str, list[Part]] = {}
@@ -46,7 +45,7 @@ def base_labels(
 
 
 def reversed_labels(labels: Ids, classes: Mapping[str, int]) -> Ids:
-    """Return the labels of the reverse complement: backwards, `gene+` and `gene-` exchanged."""
+    """Return the labels of the reverse complement: reversed, `gene+` and `gene-` swapped."""
     labels = labels[::-1].copy()
     turned = labels.copy()
     for name, number in classes.items():
@@ -71,11 +70,7 @@ def token_labels(labels: Ids, spans: Spans) -> Ids:
 
 
 def base_values(values: NDArray[Any], spans: Spans, length: int) -> NDArray[Any]:
-    """Return a value for each base, given one for each token: that of the nearest token's middle.
-
-    The way back of `token_labels`; of two tokens that are as near, the left one. `values` may have
-    more dimensions behind the first, such as classes.
-    """
+    """Return a value per base: that of the token whose middle is nearest (of two, the left one)."""
     starts, ends = spans
     real = ends > starts
     values, starts, ends = values[real], starts[real], ends[real]
@@ -91,10 +86,9 @@ def base_values(values: NDArray[Any], spans: Spans, length: int) -> NDArray[Any]
 
 
 def letter_labels(record: Record, column: str, classes: Sequence[str]) -> Ids:
-    """Return the labels of a record's letters, names or numbers of classes.
+    """Return class numbers of a record's letters from a list, one sign per letter, or words.
 
-    They are a list, a text of one sign each, or a text of words with blanks between them. A letter
-    whose class is `-` (in a list also null) is to be ignored, unless a class is called so.
+    `-`, or null in a list, becomes IGNORE unless a class has that name.
     """
     value = _field(record, column)
     if isinstance(value, str) and len(value.split()) > 1:

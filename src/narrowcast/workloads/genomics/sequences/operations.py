@@ -11,7 +11,7 @@ from narrowcast.workloads.genomics.sequences.tokenizers import KmerTokenizer
 
 
 def reverse_complement(sequence: str, alphabet: Alphabet = DNA) -> str:
-    """Return the other strand, read in its own direction; case and IUPAC's letters are kept."""
+    """Return the reverse complement; case and IUPAC letters are kept."""
     if alphabet.complement is None:
         raise ConfigError(
             f"{alphabet.name} has no reverse complement. Leave reverse complements out."
@@ -20,7 +20,7 @@ def reverse_complement(sequence: str, alphabet: Alphabet = DNA) -> str:
 
 
 def gc(sequence: str) -> float:
-    """Return the share of G and C among letters that say which; 0 where none does."""
+    """Return the GC content of the unambiguous letters; 0 without any."""
     counts = {
         letter: sequence.count(letter) + sequence.count(letter.lower()) for letter in "GCSATUW"
     }
@@ -29,7 +29,7 @@ def gc(sequence: str) -> float:
 
 
 def kmer_counts(sequence: str, k: int, alphabet: Alphabet = DNA) -> Mapping[str, int]:
-    """Count every run of `k` letters, overlapping ones too; those with unknown letters are none."""
+    """Return counts of all overlapping k-mers without unknown letters."""
     tokenizer = KmerTokenizer(alphabet, k, k - 1)
     counts = np.bincount(tokenizer.encode(sequence), minlength=tokenizer.vocab_size)
     tokens = tokenizer.tokens

@@ -1,14 +1,11 @@
-"""Sequences as numbers: a token for each letter, or for each k letters.
+"""Tokenizers: one token per letter, or per k letters.
 
-Vocabularies begin with seven specials, then those of the alphabet; the order is that of the files
-that other programs wrote, and so are the sizes: 77 tokens for DNA and 75 for RNA with k=3, 429 for
-protein with k=2.
+Vocabularies begin with seven special tokens, then those of the alphabet, in the order of existing
+programs: 77 tokens for DNA and 75 for RNA with k=3, 429 for protein with k=2.
 
-Nothing of a sequence is lost: `decode(encode(s))` is `s` as its alphabet cleans it. Letters behind
-the last whole k-mer are tokens of one letter, and a k-mer with an unknown letter is written letter
-by letter, only those that the k-mer before it does not hold. So a k-mer always begins `overlap`
-letters before the end of all that stands before it, and where each token lies follows from ids
-alone (`spans_of`).
+`decode(encode(s))` is the cleaned `s`. Letters after the last k-mer are single-letter tokens, and
+so are the letters of a k-mer with an unknown letter, except those the k-mer before holds. Where
+each token lies follows from the ids alone (`token_spans`).
 """
 
 from abc import ABC, abstractmethod
@@ -28,12 +25,12 @@ Spans: TypeAlias = tuple[Ids, Ids]
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]")
 MOST_TOKENS = 2**20
-"""Of a vocabulary: ten letters of DNA, four of protein."""
+"""Maximum vocabulary: k=10 of DNA, k=4 of protein."""
 
 
 @dataclass(frozen=True)
 class Tokenizer(ABC):
-    """What tokens of a sequence are, and where they lie in it."""
+    """Encodes sequences and locates tokens."""
 
     alphabet: Alphabet
 
@@ -53,11 +50,11 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def shared(self) -> int:
-        """Letters that a token of `width` has in common with what stands before it."""
+        """Letters that a token shares with the one before."""
 
     @abstractmethod
     def _ids(self, letters: NDArray[np.uint8]) -> Ids:
-        """Return the ids of letters that are cleaned."""
+        """Return the ids of cleaned letters."""
 
     def encode(self, sequence: str | bytes) -> Ids:
         """Return the ids of a sequence."""
@@ -65,37 +62,32 @@ class Tokenizer(ABC):
         return self._ids(np.frombuffer(cleaned.encode("ascii"), dtype=np.uint8))
 
     def decode(self, ids: Ids) -> str:
-        """Return the letters of ids; specials have none, an unknown letter is N or X."""
+        """Return the letters of ids; special tokens have none."""
         ids = self._checked(ids)
         added = self._added(ids)
         held = np.arange(self.width) >= self.width - added[:, None]
         return self._letters[ids][held].tobytes().decode("ascii")
 
     def token_spans(self, ids: Ids) -> Spans:
-        """Return where each token begins and ends in the sequence that `decode` gives.
-
-        Specials lie between two letters: they end where they begin.
-        """
+        """Return start and end of each token in the decoded sequence; equal for special tokens."""
         ids = self._checked(ids)
         ends = np.cumsum(self._added(ids))
         return np.maximum(ends - self._widths[ids], 0), ends
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
         return len(self.tokens)
 
     @property
     def unknown_id(self) -> int:
-        """The token of an unknown letter: [N], [X], or [UNK] where the alphabet has neither."""
+        """[N], [X], or [UNK] if the alphabet has neither."""
         return self.unk_id if not self.alphabet.marks else len(SPECIALS)
 
     @cached_property
     def complement(self) -> Ids | None:
-        """The id of each token's reverse complement; None where the alphabet has none.
+        """Id of each token's reverse complement; None for proteins.
 
-        `complement[ids[::-1]]` are the ids of the other strand with tokens of one letter; with
-        k-mers only where they reach the end of the sequence without single letters behind them.
+        With k-mers, `complement[ids[::-1]]` is the other strand only without single-letter tokens.
         """
         opposite = self.alphabet.complement
         if opposite is None:
@@ -113,12 +105,12 @@ class Tokenizer(ABC):
 
     @property
     def _first_wide(self) -> int:
-        """The id of the first token of `width` letters."""
+        """Id of the first k-mer."""
         return len(SPECIALS) + len(self.alphabet.marks)
 
     @cached_property
     def _single(self) -> Ids:
-        """The token of one letter for each byte."""
+        """Single-letter token of each byte."""
         table = np.full(256, self.unknown_id, dtype=np.int64)
         letters = self.alphabet.letters
         table[list(letters.encode())] = self.vocab_size - len(letters) + np.arange(len(letters))
@@ -128,7 +120,6 @@ class Tokenizer(ABC):
 
     @cached_property
     def _widths(self) -> Ids:
-        """Letters of each token."""
         widths = np.zeros(self.vocab_size, dtype=np.int64)
         widths[self.unk_id] = widths[self.unknown_id] = 1
         if self.alphabet.stop:
@@ -138,7 +129,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def _letters(self) -> NDArray[np.uint8]:
-        """The letters of each token, at the end of its row."""
+        """Letters of each token, right-aligned."""
         rows = np.zeros((self.vocab_size, self.width), dtype=np.uint8)
         rows[:, -1] = ord(self.alphabet.unknown)
         if self.alphabet.stop:
@@ -148,7 +139,7 @@ class Tokenizer(ABC):
         return rows
 
     def _added(self, ids: Ids) -> Ids:
-        """Return how many letters each token adds to those before it."""
+        """Return how many new letters each token adds."""
         added = self._widths[ids]
         wide = (added == self.width) & (ids >= self._first_wide)
         so_far = 0
@@ -174,14 +165,13 @@ class Tokenizer(ABC):
 @final
 @dataclass(frozen=True)
 class ByteTokenizer(Tokenizer):
-    """One letter a token."""
+    """One token per letter."""
 
     width: ClassVar[int] = 1
     shared: ClassVar[int] = 0
 
     @cached_property
     def tokens(self) -> tuple[str, ...]:
-        """The vocabulary, in the order of its ids."""
         return (*SPECIALS, *self.alphabet.marks, *self.alphabet.letters)
 
     def _ids(self, letters: NDArray[np.uint8]) -> Ids:
@@ -191,13 +181,13 @@ class ByteTokenizer(Tokenizer):
 @final
 @dataclass(frozen=True)
 class KmerTokenizer(Tokenizer):
-    """`k` letters a token, of which `overlap` are those at the end of the one before."""
+    """`k` letters per token; neighbours share `overlap` letters."""
 
     k: int = 3
     overlap: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse lengths that make no tokens, or too many."""
+        """Check k and overlap."""
         if self.k < 1 or not 0 <= self.overlap < self.k:
             raise ConfigError(
                 f"k must be at least 1 and overlap between 0 and k - 1, got k={self.k} "
@@ -212,24 +202,21 @@ class KmerTokenizer(Tokenizer):
 
     @cached_property
     def tokens(self) -> tuple[str, ...]:
-        """The vocabulary, in the order of its ids."""
         letters = self.alphabet.letters
         kmers = map("".join, product(letters, repeat=self.k))
         return (*SPECIALS, *self.alphabet.marks, *kmers, *letters)
 
     @property
     def width(self) -> int:
-        """Letters of the longest token."""
         return self.k
 
     @property
     def shared(self) -> int:
-        """Letters that a k-mer has in common with what stands before it."""
         return self.overlap
 
     @property
     def stride(self) -> int:
-        """Letters from the beginning of a k-mer to that of the next."""
+        """Letters from one k-mer to the next."""
         return self.k - self.overlap
 
     def _starts(self, length: int) -> Ids:
@@ -257,7 +244,7 @@ class KmerTokenizer(Tokenizer):
         return np.concatenate((ids, single[end:]))
 
     def _windows(self, letters: NDArray[np.uint8], count: int) -> tuple[Ids, NDArray[np.bool_]]:
-        """Return the id of each k-mer, and whether it has letters of the alphabet only."""
+        """Return the id of each k-mer, and whether all its letters are known."""
         codes = self._codes[letters]
         ids = np.full(count, self._first_wide, dtype=np.int64)
         known = np.ones(count, dtype=np.bool_)
@@ -270,7 +257,7 @@ class KmerTokenizer(Tokenizer):
 
     @cached_property
     def _codes(self) -> NDArray[np.int8]:
-        """The number of a letter in its alphabet for each byte; -1 for any other."""
+        """Letter number of each byte; -1 for others."""
         table = np.full(256, -1, dtype=np.int8)
         table[list(self.alphabet.letters.encode())] = np.arange(len(self.alphabet.letters))
         return table
@@ -279,5 +266,5 @@ class KmerTokenizer(Tokenizer):
 def make_tokenizer(
     kind: Literal["byte", "kmer"], alphabet: Alphabet, k: int = 3, overlap: int = 1
 ) -> Tokenizer:
-    """Return the tokenizer of a recipe; one of letters has no use for `k` and `overlap`."""
+    """Return the tokenizer of a recipe."""
     return ByteTokenizer(alphabet) if kind == "byte" else KmerTokenizer(alphabet, k, overlap)

@@ -1,4 +1,4 @@
-"""A variant as two sequences: the reference around it, and the same with the alternative."""
+"""Windows around variants, with the reference and with the alternative."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -14,39 +14,38 @@ from narrowcast.workloads.genomics.sequences.readers.reading import read_records
 from narrowcast.workloads.genomics.sequences.readers.vcf import Variant
 
 _REGION = re.compile(r"(?P<chrom>.+):(?P<first>\d+)-(?P<last>\d+)")
-"""How samtools names a piece of a chromosome, counted from 1, both ends in it."""
+"""Region names of samtools, from 1, both ends included."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Contig:
-    """A chromosome or a piece of one."""
+    """A chromosome or a region of one."""
 
     chrom: str
     first: int
-    """The position of its first letter, from 1."""
+    """Position of its first letter, from 1."""
     sequence: str
 
     @property
     def last(self) -> int:
-        """The position of its last letter."""
         return self.first + len(self.sequence) - 1
 
 
 class VariantPair(NamedTuple):
-    """Two windows of one length that begin at the same position."""
+    """Two windows of one length and start."""
 
     reference: str
     alternative: str
     at: int
-    """Where in both the variant begins."""
+    """Offset of the variant in both."""
     variant: Variant
 
 
 @final
 @dataclass(frozen=True)
 class Reference:
-    """Contigs that variants lie on, in memory."""
+    """Contigs of a reference, in memory."""
 
     file: Path
     contigs: tuple[Contig, ...]
@@ -71,14 +70,14 @@ class Reference:
 
     @cached_property
     def _by_chrom(self) -> dict[str, list[Contig]]:
-        """Contigs by their plain names: a genome has hundreds, and millions of variants."""
+        """Contigs by chromosome without the prefix chr."""
         results: dict[str, list[Contig]] = {}
         for contig in self.contigs:
             results.setdefault(_plain(contig.chrom), []).append(contig)
         return results
 
     def find_contig(self, variant: Variant) -> Contig:
-        """Return the contig that a variant lies on; chr17 and 17 are the same."""
+        """Return the contig of a variant; chr17 and 17 are the same."""
         named = self._by_chrom.get(_plain(variant.chrom), [])
         end = variant.position + len(variant.reference) - 1
         for contig in named:
@@ -99,10 +98,9 @@ class Reference:
 def variant_pairs(
     variants: Iterable[Variant], reference: Reference, length: int
 ) -> Iterator[VariantPair]:
-    """Yield each variant as two windows of `length` letters, its alleles in the middle.
+    """Yield two windows of `length` letters per variant, its alleles in the middle.
 
-    Beyond the ends of a contig letters are unknown (N). An insertion pushes letters out at the
-    right end, a deletion brings letters in there: both windows are as long, and begin alike.
+    Beyond the ends of a contig letters are N. Insertions push letters out at the right end.
     """
     for variant in variants:
         _check_symbols(variant)
@@ -128,7 +126,7 @@ def variant_pairs(
 
 
 def _letters(sequence: str, start: int, end: int) -> str:
-    """Return letters of a sequence, unknown ones before its beginning and behind its end."""
+    """Return letters of a sequence, N beyond its ends."""
     inside = sequence[max(start, 0) : max(end, 0)]
     before = DNA.unknown * (min(end, 0) - min(start, 0))
     return before + inside + DNA.unknown * (end - start - len(before) - len(inside))

@@ -1,1 +1,1 @@
-"""Triton kernels of the long and short convolutions; each has a twin in plain torch beside it."""
+"""Triton kernels of the convolutions; each has a plain-torch twin."""

@@ -1,4 +1,4 @@
-"""Convolutions by torch's FFT, with gates, turns and bias in the passes that copy anyhow."""
+"""FFT convolutions with gates and bias fused into the copies around the FFT."""
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def backward(
     causal: bool,
     chunk: int,
 ) -> list[Tensor]:
-    """Return the gradients of all that was given to `forward`."""
+    """Return the gradients of all inputs of `forward`."""
     grads = empty_grads(value, filters, bias, before, after)
     to_value, to_filters, to_bias, to_before, to_after = grads
     turns, blocks = quarter_turns(value), block_count(value.shape[2])

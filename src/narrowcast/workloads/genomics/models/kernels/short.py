@@ -1,8 +1,6 @@
-"""A convolution of three taps that reads positions first and writes channels first.
+"""Depthwise convolution of three taps that reads positions first and writes channels first.
 
-Forward it reads and writes each number once. Backward it reads sequences and gradients once and
-writes gradients; those of taps and bias are sums over blocks of positions, added up afterwards, so
-that they are the same every time.
+Gradients of taps and bias are summed per block of positions, then over blocks: deterministic.
 """
 
 import torch
@@ -34,7 +32,7 @@ def short_forward(x: Tensor, weight: Tensor, bias: Tensor, left: int) -> Tensor:
 def short_backward(
     grad: Tensor, x: Tensor, weight: Tensor, left: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of the sequences, the taps and the bias."""
+    """Return the gradients of the sequences, the taps and the bias."""
     rows, length, channels = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     grad = grad if grad.stride(-1) == 1 or length == 1 else grad.contiguous()

@@ -1,9 +1,8 @@
-"""What is done to sequences before and after a transform, each in one pass over memory.
+"""Passes before and after an FFT, each reading and writing memory once.
 
-`turn_in` gates a sequence, turns letter t by a^t and writes complex numbers in fp32: it reads 4
-bytes a letter of two gated 16-bit sequences and writes 8. `turn_out` turns back, takes the real
-part, adds the bias and gates: it reads 8 bytes and the gates, and writes 2 or 4. `mix_spectra`
-makes of two spectra all that a backward pass needs, reading and writing each once.
+`turn_in` gates a sequence, multiplies letter t by a^t and writes complex fp32. `turn_out` turns
+back, takes the real part, adds the bias and gates. `mix_spectra` computes both spectra that a
+backward pass needs.
 """
 
 import torch
@@ -17,10 +16,7 @@ _BLOCK = 1024  # letters of a program, 8 for each of 128 threads
 
 
 def turn_in(value: Tensor, before: Tensor | None, turns: Tensor, *, out: Tensor) -> None:
-    """Write value ⊙ before, letter t times a^t, and then zeros, to `out`.
-
-    Sequences are (rows, channels, length), `turns` (size,) and `out` (rows, channels, size).
-    """
+    """Write value ⊙ before times a^t, padded with zeros, to `out`: (rows, channels, size)."""
     rows, channels, length = value.shape
     value, before = _lined_up(value), None if before is None else _lined_up(before)
     second = value if before is None else before
@@ -45,10 +41,10 @@ def turn_out(
     outs: tuple[Tensor, Tensor | None],
     products: Tensor | None = None,
 ) -> None:
-    """Write gates ⊙ (y + bias ⊙ z) to `outs`, for y the real part of `turned` times a^−t.
+    """Write gates ⊙ (y + bias ⊙ z) to `outs`, where y is the real part of `turned` times a^-t.
 
-    z is value ⊙ before. To `products`, (rows, channels, blocks), sums of z ⊙ gates[0] ⊙ gates[1]
-    are written for each block of letters, where there is a bias.
+    z is value ⊙ before. `products`, (rows, channels, blocks), gets block sums of
+    z ⊙ gates[0] ⊙ gates[1], for the gradient of the bias.
     """
     rows, channels, length = value.shape
     inputs = [_lined_up(value if t is None else t) for t in (value, before, *gates)]
@@ -84,17 +80,17 @@ def turn_out(
 
 
 def block_count(length: int) -> int:
-    """Return how many sums `turn_out` writes for a sequence."""
+    """Return how many block sums `turn_out` writes per sequence."""
     return -(-length // _BLOCK)
 
 
 def mix_spectra(
     of_z: Tensor, of_grad: Tensor, of_filter: Tensor, summed: Tensor, *, forward: bool
 ) -> None:
-    """Multiply spectra of gradients by the conjugate of their filter's, in place.
+    """Multiply gradient spectra by the conjugate filter spectrum in place; add to `summed`.
 
-    With `forward`, those of sequences by the filter's too. Add the sum over rows of gradients times
-    conjugate sequences to `summed`, (channels, size): the spectra of the gradients of filters.
+    `summed`, (channels, size), gets the spectra of the filter gradients. With `forward`, sequence
+    spectra are multiplied by the filter spectrum too.
     """
     rows, channels, size = of_z.shape
     _launch_mix(
@@ -107,7 +103,7 @@ def mix_spectra(
 
 
 def _lined_up(x: Tensor) -> Tensor:
-    """Return a tensor whose letters lie side by side."""
+    """Return a tensor with contiguous letters."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

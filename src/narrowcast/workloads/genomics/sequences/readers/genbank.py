@@ -1,4 +1,4 @@
-"""GenBank, as biopython parses it; what that only warns of is refused here."""
+"""GenBank records by biopython; its parser warnings raise."""
 
 import io
 import warnings
@@ -62,7 +62,7 @@ def _line(said: object) -> str:
 
 
 _DAMAGED = (ValueError, AssertionError, LookupError, AttributeError, TypeError)
-"""What biopython's parser raises where lines are cut off or changed."""
+"""Errors of biopython's parser for truncated or changed lines."""
 
 
 def _raw(entry: Any, position: str) -> Raw:
@@ -86,7 +86,7 @@ def _raw(entry: Any, position: str) -> Raw:
 
 
 def _feature(feature: Any, name: str) -> Feature:
-    """Return a feature without the parts that lie on other records."""
+    """Return a feature without parts on other records."""
     parts = [
         Part(int(part.start), int(part.end), _strand(part.strand))
         for part in feature.location.parts

@@ -1,4 +1,4 @@
-"""Features of GFF3 and GTF, line by line; or of GenBank, record by record."""
+"""Features of GFF3, GTF and GenBank files."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,11 +22,7 @@ COLUMNS = 9
 
 
 def read_features(path: Path) -> Iterator[Feature]:
-    """Yield the features of a GFF3, GTF or GenBank file, plain or gzip.
-
-    A line of GFF is a feature of one part; that lines share an ID is left to who wants to join
-    them. On a circle its end may lie beyond the last letter.
-    """
+    """Yield the features of a GFF3, GTF or GenBank file; a GFF line is a feature of one part."""
     number = 0
     with opened(path, lambda: record_location(path, number + 1)) as file:
         listed = not file.peek(HEAD_BYTES).lstrip().startswith(b"LOCUS ")
@@ -76,7 +72,7 @@ def _feature(line: str, position: str) -> Feature:
 
 
 def _qualifiers(text: str) -> Mapping[str, tuple[str, ...]]:
-    """Return attributes as GFF3 writes them (`a=1,2;b=3`) or GTF (`a "1"; b "3";`)."""
+    """Return attributes of GFF3 (`a=1,2;b=3`) or GTF (`a "1"; b "3";`)."""
     results: dict[str, tuple[str, ...]] = {}
     for piece in filter(None, (each.strip() for each in text.split(";"))):
         key, equals, value = piece.partition("=")

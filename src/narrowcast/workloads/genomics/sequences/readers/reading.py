@@ -1,4 +1,4 @@
-"""Records of any file of sequences, held to one alphabet."""
+"""Read records of FASTA, FASTQ, GenBank and tables, in one alphabet."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ from narrowcast.workloads.genomics.sequences.readers.tables import (
 
 Format = Literal["auto", "fasta", "fastq", "genbank"] | TableFormat
 SURELY_BASES = 20
-"""Letters of a sequence of A, C, G and T alone that nobody takes for a protein any more."""
+"""Letters from which on a sequence of A, C, G and T alone is not taken for protein."""
 
 
 def read_records(
@@ -66,7 +66,7 @@ def read_records(
 
 
 def _detect_format(head: bytes, path: Path) -> Format:
-    """Return the format that a file begins like."""
+    """Return the format of a file by its beginning."""
     beginning = head.lstrip()
     for signs, kind in _BEGINNINGS.items():
         if beginning.startswith(signs):
@@ -121,16 +121,15 @@ def _of_table(
 
 @final
 class _Keeper:
-    """Makes records of what a file holds, and refuses those that do not fit the alphabet."""
+    """Cleans records; raises for those of another alphabet."""
 
     def __init__(self, path: Path, alphabet: Alphabet | None, *, strict: bool) -> None:
         self.number = 0
-        """Records so far."""
         self._path, self._alphabet, self._strict = path, alphabet, strict
         self._is_requested = alphabet is not None
 
     def record(self, raw: Raw) -> Record:
-        """Clean the next record."""
+        """Return the next record, cleaned."""
         self.number += 1
         return Record(
             name=raw.name,
@@ -151,7 +150,7 @@ class _Keeper:
         return self._alphabet.clean(letters, strict=self._strict, location=location)
 
     def _check_alphabet(self, letters: bytes, alphabet: Alphabet, position: str) -> None:
-        """Refuse what the alphabet would take, and what nobody meant by it."""
+        """Check that a sequence does not look like another alphabet."""
         if alphabet is PROTEIN:
             # Bases are letters of protein too: without this, a gene would be read as amino acids.
             suspect = _surely_bases(letters)
@@ -178,11 +177,11 @@ def _surely_bases(letters: bytes) -> bool:
 
 
 _QUALITIES = bytes(range(ord("!"), ord("~") + 1))
-"""Phred 0 to 93, written as the characters from 33 on."""
+"""Phred 0 to 93 as characters."""
 
 
 def fasta(file: BinaryIO, path: Path) -> Iterator[Raw]:
-    """Yield records; lines of a sequence may be of any length, blank ones too."""
+    """Yield FASTA records; sequences may be wrapped."""
     header: bytes | None = None
     letters, number = bytearray(), 0
     for line in file:
@@ -199,7 +198,7 @@ def fasta(file: BinaryIO, path: Path) -> Iterator[Raw]:
 
 
 def fastq(file: BinaryIO, path: Path) -> Iterator[Raw]:
-    """Yield records with their `quality` as it is written; sequence and quality may be wrapped."""
+    """Yield FASTQ records with their `quality`; both may be wrapped."""
     number = 0
     lines = iter(file)
     for line in lines:
@@ -244,7 +243,7 @@ def _until_plus(lines: Iterator[bytes], location: str) -> tuple[bytes, bytes]:
 
 
 def _quality(lines: Iterator[bytes], length: int, location: str) -> str:
-    """Return as many qualities as there are letters; a line of them may begin with @."""
+    """Return one quality per letter; a line of them may begin with @."""
     quality = bytearray()
     while len(quality) < length:
         line = next(lines, None)

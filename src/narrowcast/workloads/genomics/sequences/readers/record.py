@@ -1,4 +1,4 @@
-"""What readers hand over: a sequence with its name, its fields and the features on it."""
+"""Records and features of sequence files, and how files are opened."""
 
 import gzip
 import io
@@ -15,11 +15,11 @@ from narrowcast.errors import ConfigError
 from narrowcast.plain_files import open_plain
 
 Strand = Literal[1, -1, 0]
-"""Forward, reverse, or not said."""
+"""Forward, reverse or unknown."""
 
 
 class Part(NamedTuple):
-    """Letters from `start` up to, not with, `end`, counted from 0 on the forward strand."""
+    """Letters from `start` to `end`, excluded, from 0 on the forward strand."""
 
     start: int
     end: int
@@ -29,21 +29,17 @@ class Part(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A gene, an exon or anything else that lies on a sequence.
-
-    Parts stand in the order in which they are read: of a spliced gene on the reverse strand the
-    last one first. A feature across the origin of a circle is two parts.
-    """
+    """A gene, exon or other feature; parts are in reading order."""
 
     kind: str
     parts: tuple[Part, ...]
     record: str
-    """The name of the sequence it lies on."""
+    """Name of its sequence."""
     qualifiers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Raw(NamedTuple):
-    """What a format says of one record, before any letter is looked at."""
+    """A record before its letters are cleaned."""
 
     name: str
     letters: bytes
@@ -52,36 +48,36 @@ class Raw(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One sequence of a file, cleaned."""
+    """A cleaned sequence of a file."""
 
     name: str
     sequence: str
     number: int
-    """Its place in the file, from 1."""
+    """From 1."""
     file: Path
     fields: Mapping[str, Any]
-    """All else that the file says of it: columns of a table, `description`, `quality`."""
+    """Other columns of a table, `description`, `quality`."""
     features: tuple[Feature, ...] = ()
 
     @property
     def location(self) -> str:
-        """Where it stands, for messages."""
+        """File and record, for messages."""
         return record_location(self.file, self.number)
 
 
 def record_location(path: Path, number: int) -> str:
-    """Return a file and the number of a record in it as messages name them."""
+    """Return file and record number for messages."""
     return f"{_shown(path)}, record {number}"
 
 
 _shown = lru_cache(maxsize=16)(shown_path)
-"""Asked for at each record."""
+"""Cached, since every record needs it."""
 
 
 HEAD_BYTES = 2**16
-"""Looked at to know a format; also what is read at once."""
+"""Bytes read to detect a format, and per read."""
 BOM = b"\xef\xbb\xbf"
-"""How some editors begin a file; no part of what is in it."""
+"""UTF-8 byte order mark."""
 
 Reader: TypeAlias = "io.BufferedReader[Any]"
 
@@ -90,10 +86,7 @@ _PACKED = {b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"(\xb5/\xf
 
 @contextmanager
 def opened(path: Path, location: Callable[[], str]) -> Iterator[Reader]:
-    """Open a file to be read from its beginning, unpacked where it is gzip.
-
-    What is wrong with it is a ConfigError; `place` says how far reading had come.
-    """
+    """Open a plain or gzip file; errors name `location()`."""
     try:
         with io.BufferedReader(open_plain(path, follow=True), HEAD_BYTES) as plain:
             head = plain.peek(8)
@@ -126,7 +119,7 @@ def _after_mark(file: Reader) -> Reader:
 
 
 def decode_text(content: bytes, position: str) -> str:
-    """Decode UTF-8, or refuse."""
+    """Decode UTF-8, or raise."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

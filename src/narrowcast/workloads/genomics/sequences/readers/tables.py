@@ -1,4 +1,4 @@
-"""Rows of CSV, TSV, JSON and JSON lines, each with its number; columns that must be there are."""
+"""Rows of CSV, TSV, JSON and JSON lines tables."""
 
 import csv
 import json
@@ -20,14 +20,14 @@ from narrowcast.workloads.genomics.sequences.readers.record import (
 
 TableFormat = Literal["csv", "tsv", "json", "jsonl"]
 LONGEST_FIELD = 2**28
-"""Characters of a field: a whole human chromosome fits."""
+"""Maximum characters of a field: a human chromosome fits."""
 COPIES = 8
-"""Of a .json that there are at once while it is parsed, in bytes, as text and as values."""
+"""Copies of a JSON file in memory while it is parsed: bytes, text and values."""
 NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 
 
 class Row(NamedTuple):
-    """Columns and their values, and the number of the record they are, from 1."""
+    """Values by column, and the record number from 1."""
 
     values: Mapping[str, Any]
     number: int
@@ -36,11 +36,7 @@ class Row(NamedTuple):
 def read_table(
     path: Path, columns: Collection[str] = (), settings: Mapping[str, str] = NO_SETTINGS
 ) -> Iterator[Row]:
-    """Yield the rows of a table, plain or gzip; each has `columns`, and those there are beside.
-
-    Text is without the blanks around it. JSON is a list of objects, read as a whole; the other
-    formats are read row by row. `settings` names, for messages, those that choose a column.
-    """
+    """Yield rows that have `columns`; `settings` names, for messages, the setting of each."""
     number = 0
     with opened(path, lambda: record_location(path, number + 1)) as file:
         for row in read_rows(
@@ -53,7 +49,7 @@ def read_table(
 
 
 def table_format(head: bytes, path: Path) -> TableFormat:
-    """Return which kind of table begins so."""
+    """Return the kind of table by its beginning."""
     beginning = head.lstrip()
     if beginning.startswith(b"["):
         return "json"
@@ -76,7 +72,7 @@ def read_rows(
     columns: Collection[str],
     settings: Mapping[str, str] = NO_SETTINGS,
 ) -> Iterator[Row]:
-    """Yield the rows of an open file, and refuse one that lacks a column."""
+    """Yield the rows of an open file; raise if a column is missing."""
     match kind:
         case "json":
             rows = _json(file, path)
@@ -96,7 +92,7 @@ def read_rows(
 
 
 def _instead(column: str, values: Mapping[str, Any], setting: str | None) -> str:
-    """Return what to write where a column is missing; `setting` is the one that chooses it."""
+    """Return what to write if a column is missing."""
     if setting == "sequence" and {"ref", "alt"} <= set(values):
         return "Variants need their FASTA: write data.reference, or --reference."
     if setting == "name":

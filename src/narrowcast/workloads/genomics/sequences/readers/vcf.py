@@ -1,4 +1,4 @@
-"""Variants of VCF, or of a table with a column for each of chromosome, position and alleles."""
+"""Variants of a VCF or of a table."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +19,13 @@ from narrowcast.workloads.genomics.sequences.readers.record import (
 from narrowcast.workloads.genomics.sequences.readers.tables import read_table
 
 _PER_ALLELE = re.compile(rb"##INFO=<(?:.*,)?ID=(?P<key>[^,>]+),Number=(?P<number>[AR])[,>]")
-"""How a header says that an entry has a value an alternative (A), or an allele (R)."""
+"""INFO entries with one value per alternative (A) or allele (R)."""
 
 _FIXED = ("CHROM", "POS", "ID", "REF", "ALT", "QUAL", "FILTER", "INFO")
 
 
 class VariantColumns(NamedTuple):
-    """Which columns of a table say where a variant is and what it changes."""
+    """Columns of a table of variants."""
 
     chrom: str = "chrom"
     position: str = "pos"
@@ -41,39 +41,38 @@ _OF_VCF = VariantColumns("CHROM", "POS", "REF", "ALT")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One alternative at a place of a chromosome."""
+    """One alternative allele at a position."""
 
     chrom: str
     position: int
-    """Of the first letter of `reference`, from 1."""
+    """Of the first reference letter, from 1."""
     reference: str
     alternative: str
-    """Letters in upper case, or as VCF writes what is none: <DEL>, *, a break end."""
+    """Upper-case letters, or a VCF symbol such as <DEL> or *."""
     number: int
     file: Path
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def location(self) -> str:
-        """Where it stands, for messages."""
+        """File and record, for messages."""
         return record_location(self.file, self.number)
 
 
 @final
 @dataclass
 class Skipped:
-    """Records without an alternative, which are no variants."""
+    """Counts records without an alternative."""
 
     records: int = 0
     first: str = ""
 
     def add(self, location: str) -> None:
-        """Count a record."""
         self.records, self.first = self.records + 1, self.first or location
 
     @property
     def note(self) -> str:
-        """What to tell the user; empty where there were none."""
+        """The note for the user; empty if nothing was skipped."""
         if not self.records:
             return ""
         return (
@@ -85,12 +84,10 @@ class Skipped:
 def read_variants(
     path: Path, columns: VariantColumns = COLUMNS, *, skipped: Skipped | None = None
 ) -> Iterator[Variant]:
-    """Yield the variants of a VCF, or of a table with `columns`; plain or gzip.
+    """Yield the variants of a VCF, or of a table with `columns`.
 
-    A record with several alternatives is as many variants of one number; one without any (`.`) is
-    none, and is counted in `skipped`. Raises if no record is a variant. Fields are all other
-    columns, INFO taken apart: of an entry that has a value for each alternative or allele, as the
-    header says (Number=A, R), a variant has its own.
+    Each alternative is a variant of its own, with its own value of INFO entries of Number A or R.
+    Records without one (`.`) are counted in `skipped`.
     """
     number = 0
     without = Skipped() if skipped is None else skipped
@@ -124,7 +121,7 @@ def read_variants(
 def _records(
     file: Reader, path: Path, per_allele: dict[str, str]
 ) -> Iterator[tuple[Mapping[str, Any], int]]:
-    """Yield lines by column; `per_allele` is told which entries of INFO are A or R."""
+    """Yield records by column; collects INFO entries of Number A or R in `per_allele`."""
     names: Sequence[str] = ()
     number = 0
     for line in file:
@@ -160,10 +157,7 @@ def _info(text: str) -> Mapping[str, Any]:
 
 
 def _own(info: Mapping[str, Any], per_allele: Mapping[str, str], at: int, count: int) -> Any:
-    """Return INFO as the alternative `at` of `count` has it.
-
-    What has another number of values than the header says belongs to nobody, and stays whole.
-    """
+    """Return INFO for the alternative `at` of `count`; entries with another count stay whole."""
     own = dict(info)
     for key in per_allele.keys() & info.keys():
         pieces = str(info[key]).split(",")
