@@ -28,10 +28,9 @@ from decompose_reference.cases import Case, Size, language_case
 from decompose_reference.measuring import QUIET
 from narrowcast.runs import StepRecord, describe_machine
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
-from narrowcast.workloads.decompose.components.folded import masked_output
-from narrowcast.workloads.decompose.components.mask import SiteMask
+from narrowcast.workloads.decompose.components.masked import SiteMask, masked_output
 from narrowcast.workloads.decompose.components.sites import find_sites
-from narrowcast.workloads.decompose.targets.windows import TokenWindows
+from narrowcast.workloads.decompose.targets.language import TokenWindows
 
 SIZE = Size(
     layers=4, width=64, mlp=172, vocabulary=500, components=256, hidden=128, batch=8, length=128,

@@ -25,7 +25,7 @@ import torch
 from decompose_reference import measuring
 from decompose_reference.cases import SMALL, Case, Size, language_case, toy_cases
 from narrowcast.runs import describe_machine
-from narrowcast.workloads.decompose.targets.windows import TokenWindows
+from narrowcast.workloads.decompose.targets.language import TokenWindows
 
 Row = dict[str, Any]
 Words = tuple[str, ...]

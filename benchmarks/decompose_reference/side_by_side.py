@@ -11,13 +11,12 @@ from decompose_reference import importance, losses
 from decompose_reference.components import Mask
 from decompose_reference.training import Prepared, Run
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
-from narrowcast.workloads.decompose.components.mask import SiteMask
+from narrowcast.workloads.decompose.components.masked import SiteMask
 from narrowcast.workloads.decompose.components.sites import find_sites
-from narrowcast.workloads.decompose.importance.dense import ComponentMLP, SharedMLP
 from narrowcast.workloads.decompose.importance.functions import build_importance
+from narrowcast.workloads.decompose.importance.networks import ComponentMLP, SharedMLP
 from narrowcast.workloads.decompose.importance.squash import lower, upper
-from narrowcast.workloads.decompose.losses.faithfulness import Faithfulness
-from narrowcast.workloads.decompose.losses.minimality import Minimality
+from narrowcast.workloads.decompose.losses.penalties import Faithfulness, Minimality
 from narrowcast.workloads.decompose.losses.terms import Step
 
 

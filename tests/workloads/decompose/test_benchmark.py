@@ -13,10 +13,10 @@ from narrowcast.workloads.decompose.report.schema import Decomposition, Site
 from narrowcast.workloads.decompose.settings import (
     DecompositionSection,
     ImportanceSection,
+    LossesSection,
     SitesSection,
 )
 from narrowcast.workloads.decompose.targets.toys import toy_plan
-from narrowcast.workloads.decompose.terms import LossesSection
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 NAMES = {

@@ -11,27 +11,32 @@ from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
 from narrowcast.workloads.decompose.components.sites import Site, find_sites
 from narrowcast.workloads.decompose.importance.functions import build_importance
-from narrowcast.workloads.decompose.losses.catalogue import build_losses
-from narrowcast.workloads.decompose.losses.persistent import PersistentPGD
+from narrowcast.workloads.decompose.losses.adversary import PersistentPGD
 from narrowcast.workloads.decompose.losses.terms import Loss
+from narrowcast.workloads.decompose.losses.total import make_losses
 from narrowcast.workloads.decompose.model import DecompositionModel, Reading
 from narrowcast.workloads.decompose.settings import (
+    DecomposeData,
     DecompositionSection,
     ImportanceSection,
+    LossesSection,
     SitesSection,
+    TargetSection,
 )
-from narrowcast.workloads.decompose.subject import LanguageSubject, ToySubject, build_subject
-from narrowcast.workloads.decompose.terms import LossesSection
+from narrowcast.workloads.decompose.targets.language import Language
+from narrowcast.workloads.decompose.targets.pretrained import language_target
+from narrowcast.workloads.decompose.targets.toy import Toy
+from narrowcast.workloads.decompose.targets.toys import toy_target
 
-ROUTED = ("layerwise", "subset")
-"""Ends of the names of losses whose passes compute some sites with components."""
+Subject = Toy | Language
+"""A frozen target with its data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """What a task is made of."""
 
-    subject: ToySubject | LanguageSubject
+    subject: Subject
     model: DecompositionModel
     losses: Sequence[Loss]
 
@@ -52,6 +57,37 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     return Parts(subject=subject, model=model.to(device), losses=losses)
 
 
+def build_subject(recipe: Recipe, *, device: torch.device) -> Subject:
+    """Make the target of a recipe, with its data; on the meta device only its shapes."""
+    requested, data = recipe.section(TargetSection), recipe.section(DecomposeData)
+    settings = recipe.section(DecompositionSection)
+    if not requested.toy:
+        if settings.seeds > 1:
+            raise ConfigError(
+                f"decomposition.seeds must be 1 for a language model, got {settings.seeds}. "
+                "Several seeds are only for toys."
+            )
+        return language_target(requested.path, text=data.text, length=data.length, device=device)
+    _check_no_text(requested.toy, data)
+    return toy_target(
+        requested.toy,
+        seeds=settings.seeds,
+        seed=recipe.seed,
+        device=device,
+        steps=requested.pretrain_steps,
+        batch_size=requested.pretrain_batch_size,
+    )
+
+
+def _check_no_text(toy: str, data: DecomposeData) -> None:
+    for name in ("text", "length"):
+        if getattr(data, name) != DecomposeData.model_fields[name].default:
+            raise ConfigError(
+                f"data.{name} cannot be set with model.toy={toy}, which generates its own samples. "
+                f"Leave data.{name} out, or write model.path=FOLDER instead of model.toy."
+            )
+
+
 def _check_checkpointing(recipe: Recipe) -> None:
     """Refuse to compute blocks again when their pass is over, and its masks with it."""
     requested = recipe.memory.activation_checkpointing
@@ -64,9 +100,7 @@ def _check_checkpointing(recipe: Recipe) -> None:
         )
 
 
-def _trained(
-    recipe: Recipe, subject: ToySubject | LanguageSubject
-) -> tuple[DecompositionModel, list[Loss]]:
+def _trained(recipe: Recipe, subject: Subject) -> tuple[DecompositionModel, list[Loss]]:
     settings, how = recipe.section(DecompositionSection), recipe.section(ImportanceSection)
     request = recipe.section(SitesSection)
     sites = find_sites(subject.target, *_patterns(request, subject.sites))
@@ -104,19 +138,6 @@ def _trained(
     return model, losses
 
 
-def make_losses(section: LossesSection) -> list[Loss]:
-    """Return the terms that a recipe gives a coefficient."""
-    requested = []
-    for name, term in section.chosen.items():
-        kind, routing = name, {}
-        for end in ROUTED:
-            if name.endswith(f"_{end}"):
-                kind = name.removesuffix(f"_{end}")
-                routing = {} if end == "subset" else {"routing": end}
-        requested.append((kind, {**term.model_dump(), **routing}))
-    return build_losses(requested)
-
-
 def _patterns(
     requested: SitesSection, own: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
@@ -138,9 +159,7 @@ def _patterns(
     return patterns, identities
 
 
-def _tied(
-    requested: SitesSection, sites: Sequence[Site], subject: ToySubject | LanguageSubject
-) -> Mapping[str, str]:
+def _tied(requested: SitesSection, sites: Sequence[Site], subject: Subject) -> Mapping[str, str]:
     """Return which sites share components: those the toy ties, or all that share a weight."""
     names = {site.name for site in sites}
     own = subject.tied or _transposed(sites, subject.target)

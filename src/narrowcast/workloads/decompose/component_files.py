@@ -15,7 +15,7 @@ from narrowcast.workloads.decompose.build import Parts
 from narrowcast.workloads.decompose.components.sites import Site
 from narrowcast.workloads.decompose.evaluation.matching import Components
 from narrowcast.workloads.decompose.judging import DecompositionResult
-from narrowcast.workloads.decompose.subject import LanguageSubject
+from narrowcast.workloads.decompose.targets.language import Language
 
 COMPONENTS = "components.safetensors"
 SITES = "sites/"
@@ -41,7 +41,7 @@ def save_components(
         stored[f"{name}alive"] = each.living
     for name, weight in weights.items():
         own = name.startswith(TARGET)
-        if name.startswith(IMPORTANCE) or (own and not isinstance(parts.subject, LanguageSubject)):
+        if name.startswith(IMPORTANCE) or (own and not isinstance(parts.subject, Language)):
             stored[name] = weight
     # A copy of each: what is tied, or a view of another, would be refused.
     plain = {name: each.detach().cpu().contiguous().clone() for name, each in stored.items()}

@@ -12,11 +12,12 @@ from narrowcast.workloads.decompose.evaluation.language_table import LanguageTab
 from narrowcast.workloads.decompose.evaluation.quality_bar import quality_bar
 from narrowcast.workloads.decompose.evaluation.sparsity import FiringCounts
 from narrowcast.workloads.decompose.evaluation.toy_table import ALIVE, SiteTable, toy_table
-from narrowcast.workloads.decompose.losses.catalogue import build_loss
-from narrowcast.workloads.decompose.losses.faithfulness import unfaithfulness
+from narrowcast.workloads.decompose.losses.penalties import unfaithfulness
+from narrowcast.workloads.decompose.losses.reconstruction import Stochastic, Unmasked
 from narrowcast.workloads.decompose.model import DecompositionModel
 from narrowcast.workloads.decompose.settings import EvalTasksSection
-from narrowcast.workloads.decompose.subject import LanguageSubject, ToySubject
+from narrowcast.workloads.decompose.targets.language import Language
+from narrowcast.workloads.decompose.targets.toy import Toy
 
 RIGHT_COSINE, RIGHT_NORMS = 0.99, (0.95, 1.06)
 """What a component has in common with the column it stands for, at least: the bounds that
@@ -109,7 +110,7 @@ class DecompositionResult:
 @torch.no_grad()
 def judge(
     model: DecompositionModel,
-    subject: ToySubject | LanguageSubject,
+    subject: Toy | Language,
     settings: EvalTasksSection,
     *,
     batch_size: int,
@@ -124,9 +125,9 @@ def judge(
         for site in sites
     ]
     table = LanguageTable(rounding=settings.rounding)
-    is_language = isinstance(subject, LanguageSubject)
-    kinds = () if is_language else ("unmasked", "stochastic")
-    compared = {kind: build_loss(kind, {"coefficient": 1.0}) for kind in kinds}
+    is_language = isinstance(subject, Language)
+    terms = [] if is_language else [Unmasked(coefficient=1.0), Stochastic(coefficient=1.0)]
+    compared = {term.kind: term for term in terms}
     sums = dict.fromkeys(compared, torch.zeros(model.seeds, device=weight.device))
     for number in range(settings.batches):
         x = subject.judged_on(number, batch_size)
@@ -157,7 +158,7 @@ def judge(
 @torch.no_grad()
 def worst_masks(
     model: DecompositionModel,
-    subject: ToySubject | LanguageSubject,
+    subject: Toy | Language,
     settings: EvalTasksSection,
     *,
     batch_size: int,
@@ -173,13 +174,13 @@ def worst_masks(
 
 
 def _known(
-    model: DecompositionModel, subject: ToySubject | LanguageSubject, settings: EvalTasksSection
+    model: DecompositionModel, subject: Toy | Language, settings: EvalTasksSection
 ) -> tuple[Mapping[str, Tensor], Mapping[str, SiteTable]]:
     """Return the importances of each feature alone, and how they stand to what is known."""
-    if isinstance(subject, LanguageSubject) or subject.toy.probe is None:
+    if isinstance(subject, Language) or subject.probe is None:
         return {}, {}
     decomposition = model.decomposition
-    importances = model(subject.toy.probe).lower
+    importances = model(subject.probe).lower
     tables = toy_table(decomposition, importances, subject.truth, tolerances=(settings.tolerance,))
     names = [site.name for site in decomposition.sites]
     return dict(zip(names, importances, strict=True)), tables

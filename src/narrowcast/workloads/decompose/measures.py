@@ -9,7 +9,8 @@ from narrowcast.errors import ConfigError
 from narrowcast.runs import Metric
 from narrowcast.workloads.decompose.components.sites import Site
 from narrowcast.workloads.decompose.judging import DecompositionResult
-from narrowcast.workloads.decompose.subject import LanguageSubject, ToySubject
+from narrowcast.workloads.decompose.targets.language import Language
+from narrowcast.workloads.decompose.targets.toy import Toy
 
 TOLD = ("stochastic", "ci", "rounded", "unmasked")
 """Masks of a language model that an evaluation tells of; the report has them all."""
@@ -18,15 +19,15 @@ MOST_SITES = 8
 
 
 def task_metrics(
-    subject: ToySubject | LanguageSubject, sites: Sequence[Site], groups: Sequence[str]
+    subject: Toy | Language, sites: Sequence[Site], groups: Sequence[str]
 ) -> tuple[Metric, ...]:
     """Return what evaluations tell, the headline first."""
-    known = [] if isinstance(subject, LanguageSubject) else [*subject.truth]
+    known = [] if isinstance(subject, Language) else [*subject.truth]
     lines: list[Metric] = []
     if known:
         lines.append(Metric(name="identity_error", text=",.6g"))
         lines.append(Metric(name="right", better="higher", text=".0%"))
-    if isinstance(subject, LanguageSubject):
+    if isinstance(subject, Language):
         lines += [Metric(name=f"kl/{each}") for each in TOLD]
         lines += [Metric(name=f"ce/{each}") for each in ("target", *TOLD)]
         lines.append(Metric(name="faithfulness"))

@@ -28,7 +28,7 @@ from narrowcast.workloads.decompose.report.schema import (
     write,
 )
 from narrowcast.workloads.decompose.settings import EvalTasksSection
-from narrowcast.workloads.decompose.subject import LanguageSubject
+from narrowcast.workloads.decompose.targets.language import Language
 
 PROBE = "each feature alone, at 0.75"
 
@@ -41,7 +41,7 @@ def write_result(
     `worst` is how far outputs are under the worst masks that were found, a mean over seeds.
     """
     settings = recipe.section(EvalTasksSection)
-    is_language = isinstance(parts.subject, LanguageSubject)
+    is_language = isinstance(parts.subject, Language)
     written = Decomposition(
         target=parts.subject.name,
         seeds=tuple(range(parts.model.seeds)),
@@ -62,7 +62,7 @@ def write_result(
 def _site(each: SiteResult, parts: Parts, *, drawn: bool) -> Site:
     subject, site, table = parts.subject, each.site, each.table
     matched = None if table is None else table.matched
-    truth = None if isinstance(subject, LanguageSubject) else subject.truth.get(site.name)
+    truth = None if isinstance(subject, Language) else subject.truth.get(site.name)
     importance, order = None, list[int]()
     if each.probed is not None:
         dense = truth is not None and truth.kind == "dense"

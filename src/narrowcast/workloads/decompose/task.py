@@ -18,13 +18,14 @@ from narrowcast.workloads.decompose.build import Parts, build_parts
 from narrowcast.workloads.decompose.component_files import COMPONENTS, save_components
 from narrowcast.workloads.decompose.judging import DecompositionResult, judge, worst_masks
 from narrowcast.workloads.decompose.losses.adversary import step_form
-from narrowcast.workloads.decompose.losses.faithfulness import unfaithfulness
+from narrowcast.workloads.decompose.losses.penalties import unfaithfulness
 from narrowcast.workloads.decompose.losses.total import total
 from narrowcast.workloads.decompose.measures import mean_measures, task_metrics
 from narrowcast.workloads.decompose.model import DecompositionModel, clip_each_seed
 from narrowcast.workloads.decompose.results import write_result
 from narrowcast.workloads.decompose.settings import DecompositionSection, EvalTasksSection
-from narrowcast.workloads.decompose.subject import LanguageSubject, ToySubject, as_batch
+from narrowcast.workloads.decompose.targets.language import Language
+from narrowcast.workloads.decompose.targets.toy import Toy
 
 
 @dataclass
@@ -40,6 +41,11 @@ class Course:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.step = int(state["step"])
+
+
+def collate(samples: Any) -> dict[str, Tensor]:
+    """Return a batch as a dict, to which `together` adds the progress of the run."""
+    return {"inputs": torch.as_tensor(samples)}
 
 
 def build_task(recipe: Recipe, *, device: torch.device) -> Task:
@@ -62,10 +68,11 @@ class Decompose:
         recipe, losses, subject = self.recipe, self.parts.losses, self.parts.subject
         return Task(
             model=self.parts.model,
-            train_data=subject.train_data,
+            train_data=subject.train_data(recipe.batch_size),
+            collate=collate,
             loss=self.loss,
             evaluate=self.evaluate,
-            items=lambda batch: as_batch(batch).numel(),
+            items=lambda batch: batch["inputs"].numel(),
             gemm_rows=recipe.batch_size * subject.length,
             info=TaskInfo(
                 unit=subject.unit,
@@ -106,7 +113,7 @@ class Decompose:
     def loss(self, model: nn.Module, batch: Any) -> LossParts:
         """Return the sum over seeds of all terms, and each term's mean over them."""
         assert isinstance(model, DecompositionModel)
-        x = self.parts.subject.shown(as_batch(batch))
+        x = self.parts.subject.shown(batch["inputs"])
         step = model(x, progress=batch["progress"])
         everything, parts = total(self.parts.losses, step, batch["form"])
         left_out = [loss.name for loss in self.parts.losses if loss.name not in parts]
@@ -129,7 +136,7 @@ class Decompose:
 
     def _unwrap(
         self, model: nn.Module
-    ) -> tuple[DecompositionModel, ToySubject | LanguageSubject, EvalTasksSection]:
+    ) -> tuple[DecompositionModel, Toy | Language, EvalTasksSection]:
         assert isinstance(model, DecompositionModel)
         return model, self.parts.subject, self.recipe.section(EvalTasksSection)
 

@@ -11,7 +11,7 @@ BUILD = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from narrowcast.workloads.decompose.components.kernels import mlp, operand, weights
+from narrowcast.workloads.decompose.components.kernels import importance, site
 
 NARROW = {"out", "h", "x", "down", "grad_h", "grad"}
 OTHERS = {"routed": "*u8", "seed": "*i64", "source_value": "fp32", "delta_value": "fp32"}
@@ -34,12 +34,12 @@ def build(kernel, *, warps=4, **constants):
 
 
 tile = {"ROWS": 16, "QUARTER": 64, "g_column": 1, "s_column": 1}
-build(operand._write, SOURCE=3, DELTA=3, ROUTED=True, **tile)
+build(site._operand, SOURCE=3, DELTA=3, ROUTED=True, **tile)
 needs = {f"NEEDS_{what}": True for what in ("IMPORTANCE", "SOURCE", "DELTA", "OPERAND")}
-build(operand._back, SOURCE=2, DELTA=2, ROUTED=True, SUMMED=True, **needs, **tile)
-build(weights._write, STACKED=True, BLOCK=1024)
-build(mlp._units, HIDDEN=16, BACK=True, BY_BITS=False, ROWS=32, COLUMNS=64)
-build(mlp._through_rows, TO_H=True, BY_BITS=False, BLOCK=256, LANES=32, UNITS=16, warps=1)
+build(site._operand_back, SOURCE=2, DELTA=2, ROUTED=True, SUMMED=True, **needs, **tile)
+build(site._weights, STACKED=True, BLOCK=1024)
+build(importance._units, HIDDEN=16, BACK=True, BY_BITS=False, ROWS=32, COLUMNS=64)
+build(importance._through_rows, TO_H=True, BY_BITS=False, BLOCK=256, LANES=32, UNITS=16, warps=1)
 print("all built")
 """
 

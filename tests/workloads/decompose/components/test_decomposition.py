@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
-from narrowcast.workloads.decompose.components.mask import Draw, SiteMask
+from narrowcast.workloads.decompose.components.masked import Draw, SiteMask
 from narrowcast.workloads.decompose.components.sites import find_sites
 
 

@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from narrowcast.workloads.decompose.components.folded import masked_embedding, masked_output
-from narrowcast.workloads.decompose.components.mask import Draw, SiteMask
+from narrowcast.workloads.decompose.components.masked import (
+    Draw,
+    SiteMask,
+    masked_embedding,
+    masked_output,
+)
 
 SEEDS, ROWS, D_IN, D_OUT, C = 2, 7, 5, 6, 9
 

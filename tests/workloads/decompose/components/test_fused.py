@@ -9,13 +9,13 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowcast.kernels.launch import interpreted
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
-from narrowcast.workloads.decompose.components.folded import masked_output
-from narrowcast.workloads.decompose.components.fused import fused_output
-from narrowcast.workloads.decompose.components.kernels import (  # noqa: F401  # interpreted
-    operand,
-    weights,
+from narrowcast.workloads.decompose.components.kernels import site  # noqa: F401  # interpreted
+from narrowcast.workloads.decompose.components.masked import (
+    Draw,
+    SiteMask,
+    fused_output,
+    masked_output,
 )
-from narrowcast.workloads.decompose.components.mask import Draw, SiteMask
 from narrowcast.workloads.decompose.components.sites import find_sites
 
 DEVICE = "cpu" if interpreted() else "cuda"

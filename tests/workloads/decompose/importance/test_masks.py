@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.workloads.decompose.components.mask import Draw
+from narrowcast.workloads.decompose.components.masked import Draw
 from narrowcast.workloads.decompose.importance.masks import (
     fixed_route,
     routes,

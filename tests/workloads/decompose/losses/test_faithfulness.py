@@ -2,7 +2,7 @@
 
 import torch
 
-from narrowcast.workloads.decompose.losses.faithfulness import Faithfulness
+from narrowcast.workloads.decompose.losses.penalties import Faithfulness
 
 
 def test_faithfulness_is_the_mean_square_of_what_is_left_of_all_weights(numbers):

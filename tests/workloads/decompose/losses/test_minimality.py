@@ -6,8 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from narrowcast.errors import ConfigError
-from narrowcast.workloads.decompose.losses.minimality import Minimality, SmoothL0
+from narrowcast.workloads.decompose.losses.penalties import Minimality, SmoothL0
 
 UPPER = [
     torch.tensor([[[0.5, 0.0], [1.0, 0.25]]], dtype=torch.float64),  # a site of two components
@@ -78,22 +77,3 @@ def test_an_importance_that_dips_below_zero_weighs_nothing(numbers, p_final):
     found.backward()
     assert 0 <= found.item() < 1e-5
     assert not upper[0].grad.any()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"p": 0.0}, "p and p_final must be above 0"),
-        ({"epsilon": 0.0}, "epsilon must be above 0 and below 1, got 0. Write 1e-12"),
-        (
-            {"anneal_from": 0.5, "anneal_to": 0.5},
-            "anneal_from must be below anneal_to, .* got 0.5 and 0.5",
-        ),
-        ({"beta": -1.0}, "beta must be at least 0"),
-        ({"reference_rows": 100}, "reference_rows is only for the frequency term. Write a beta"),
-        ({"anneal_to": 0.5}, "annealing needs a p_final"),
-    ],
-)
-def test_penalties_that_are_none_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        Minimality(coefficient=1.0, **settings)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.decompose.components.mask import SiteMask
-from narrowcast.workloads.decompose.losses.persistent import PersistentPGD
+from narrowcast.workloads.decompose.components.masked import SiteMask
+from narrowcast.workloads.decompose.losses.adversary import PersistentPGD
 from narrowcast.workloads.decompose.losses.total import total
 
 
@@ -142,17 +142,3 @@ def test_a_batch_of_another_size_is_refused_where_sources_are_of_rows(network):
     state = kept(network(), loss)
     with pytest.raises(ConfigError, match=r"must have 6 rows .* got 5"):
         state.spread(network(rows=5))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lr": 0.0}, "lr must be above 0"),
-        ({"beta2": 1.0}, "beta1 and beta2 at least 0 and below 1"),
-        ({"optimizer": "sign", "beta1": 0.9}, "sign has no beta1"),
-        ({"repeat": 2}, "needs scope: repeat_across_batch"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        PersistentPGD(coefficient=1.0, **settings)

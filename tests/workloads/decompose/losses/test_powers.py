@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from narrowcast.workloads.decompose.losses.powers import power_means
-from narrowcast.workloads.decompose.terms import EPSILON
+from narrowcast.workloads.decompose.losses.penalties import power_means
+from narrowcast.workloads.decompose.settings import EPSILON
 
 POWERS = [1.0, 2.0, 0.5, 0.9, torch.tensor(0.7), torch.tensor(1.0)]
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from narrowcast.errors import ConfigError
-from narrowcast.workloads.decompose.components.mask import SiteMask
+from narrowcast.workloads.decompose.components.masked import SiteMask
 from narrowcast.workloads.decompose.losses.reconstruction import (
     HiddenActivations,
     ImportanceMasked,
@@ -182,23 +181,3 @@ def test_a_pass_computed_again_keeps_fewer_numbers(network):
             Stochastic(coefficient=1.0, recompute=recompute)(step)
         kept[recompute] = sum(sizes)
     assert kept[True] < kept[False] / 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batched": True}, "batched needs routing: layerwise, got all"),
-        ({"probability": 0.5}, "static_probability and probability must be set together"),
-        (
-            {"routing": "static_probability"},
-            "static_probability and probability must be set together",
-        ),
-        (
-            {"routing": "static_probability", "probability": 0.0},
-            "probability must be above 0, got 0.0",
-        ),
-    ],
-)
-def test_settings_that_do_nothing_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        Stochastic(coefficient=1.0, **settings)

@@ -7,8 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.workloads.decompose.losses.catalogue import KINDS, build_losses
-from narrowcast.workloads.decompose.losses.total import total
+from narrowcast.workloads.decompose.losses.total import KINDS, total
 
 ONE = {"coefficient": 1.0}
 TERMS = {
@@ -23,6 +22,10 @@ TERMS = {
     "pgd_subset": ("pgd", {**ONE, "routing": "uniform_k_subset", "scope": "per_datapoint"}),
     "persistent_subset": ("persistent_pgd", {**ONE, "routing": "uniform_k_subset"}),
 }
+
+
+def build_losses(terms):
+    return [KINDS[kind](**settings) for kind, settings in terms]
 
 
 def prepared(network, term, **settings):

@@ -3,13 +3,16 @@
 import pytest
 import torch
 
-from narrowcast.workloads.decompose.losses.catalogue import build_losses
-from narrowcast.workloads.decompose.losses.total import total
+from narrowcast.workloads.decompose.losses.total import KINDS, total
 
 ONE = {"coefficient": 1.0}
 ALL = ("stochastic", ONE)
 LAYERWISE = ("stochastic", {"coefficient": 0.5, "routing": "layerwise", "batched": None})
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def build_losses(terms):
+    return [KINDS[kind](**settings) for kind, settings in terms]
 
 
 def test_the_total_is_a_sum_over_seeds_and_what_is_told_their_mean(network):

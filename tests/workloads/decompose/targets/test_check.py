@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.decompose.targets.check import (
-    check_accuracy,
-    check_features,
-    check_language,
-)
+from narrowcast.workloads.decompose.targets.language import check_language
+from narrowcast.workloads.decompose.targets.toy import check_accuracy, check_features
 
 RIGHT = 0.75 * torch.eye(4).repeat(3, 1, 1)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from narrowcast.workloads.decompose.targets.data import SparseFeatures
+from narrowcast.workloads.decompose.targets.toy import SparseFeatures
 
 
 @pytest.mark.parametrize(("probability", "low"), [(0.05, 0.0), (0.01, -1.0), (1.0, -1.0)])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
-from narrowcast.workloads.decompose.components.mask import SiteMask
+from narrowcast.workloads.decompose.components.masked import SiteMask
 from narrowcast.workloads.decompose.components.sites import find_sites
 from narrowcast.workloads.decompose.targets.induction import (
     InductionRows,

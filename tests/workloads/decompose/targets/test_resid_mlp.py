@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.decompose.targets.data import SparseFeatures
-from narrowcast.workloads.decompose.targets.pretrain import Pretraining, pretrain
 from narrowcast.workloads.decompose.targets.resid_mlp import ResidMLP
+from narrowcast.workloads.decompose.targets.toy import Pretraining, SparseFeatures, pretrain
 from narrowcast.workloads.decompose.targets.toys import toy_plan, toy_target
 
 

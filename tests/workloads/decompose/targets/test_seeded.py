@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from narrowcast.workloads.decompose.targets.seeded import SeededLinear
+from narrowcast.workloads.decompose.targets.toy import SeededLinear
 
 
 @pytest.mark.parametrize("bias", [True, False])

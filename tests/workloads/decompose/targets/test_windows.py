@@ -6,7 +6,7 @@ import torch
 
 from narrowcast.errors import ConfigError
 from narrowcast.training.task import MapDataset
-from narrowcast.workloads.decompose.targets.windows import TokenWindows, read_windows, split
+from narrowcast.workloads.decompose.targets.language import TokenWindows, read_windows, split
 
 
 def as_bytes(text):

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.decompose.components.fused import has_kernels, new_seed
-from narrowcast.workloads.decompose.components.mask import Draw, SiteMask
+from narrowcast.workloads.decompose.components.masked import (
+    Draw,
+    SiteMask,
+    has_kernels,
+    new_seed,
+    product,
+)
 from narrowcast.workloads.decompose.components.module import Cache, ComponentModule, Line, Pass
-from narrowcast.workloads.decompose.components.products import product
 from narrowcast.workloads.decompose.components.sites import IDENTITY, Site
 from narrowcast.workloads.decompose.components.weights import make_components
 

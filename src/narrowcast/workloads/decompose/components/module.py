@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.decompose.components.folded import (
+from narrowcast.workloads.decompose.components.masked import (
+    SiteMask,
     activations,
     looked_up,
     masked_embedding,
     masked_output,
+    product,
 )
-from narrowcast.workloads.decompose.components.mask import SiteMask
-from narrowcast.workloads.decompose.components.products import product
 from narrowcast.workloads.decompose.components.sites import IDENTITY, Kind, site_kind
 
 Cache = Literal["none", "inputs", "acts"]

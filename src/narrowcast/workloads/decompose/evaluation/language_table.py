@@ -11,7 +11,7 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from narrowcast.workloads.decompose.components.mask import Draw, SiteMask
+from narrowcast.workloads.decompose.components.masked import Draw, SiteMask
 from narrowcast.workloads.decompose.losses.divergence import divergence
 from narrowcast.workloads.decompose.losses.terms import Step
 from narrowcast.workloads.decompose.targets.language import next_token_losses

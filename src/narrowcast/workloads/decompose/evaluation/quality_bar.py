@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from narrowcast.workloads.decompose.losses.adversary import rising, shapes, split
-from narrowcast.workloads.decompose.losses.divergence import wide
-from narrowcast.workloads.decompose.losses.pgd import PGD
+from narrowcast.workloads.decompose.losses.adversary import PGD, initial, rising, split, stepped
 from narrowcast.workloads.decompose.losses.terms import Step
 
 ASCENTS, STEP_SIZE = 20, 0.1
@@ -32,10 +30,7 @@ def quality_bar(
     def divergence(values: Sequence[Tensor], step: Step) -> Tensor:
         return term.divergence(step, route, *split(values, step)) * (step.rows / rows)
 
-    like = wide(held[0].lower[0][0, 0])
-    values = [
-        torch.rand(shape, device=like.device, dtype=like.dtype) for shape in shapes(held[0], 1)
-    ]
+    values = initial("random", held[0], 1)
     for _ in range(ascents):
         slopes = [torch.zeros_like(value) for value in values]
         for step in held:
@@ -43,8 +38,5 @@ def quality_bar(
                 moving = [value.requires_grad_() for value in values]
                 matches = rising(divergence(moving, step), moving)
             slopes = [slope + each for slope, each in zip(slopes, matches, strict=True)]
-        values = [
-            (value.detach() + step_size * slope.sign()).clamp(0, 1)
-            for value, slope in zip(values, slopes, strict=True)
-        ]
+        values = stepped(values, slopes, step_size)
     return torch.stack([divergence(values, step) for step in held]).sum(dim=0)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.sites import Site
-from narrowcast.workloads.decompose.importance.dense import ComponentMLP, SharedMLP
-from narrowcast.workloads.decompose.importance.transformer import Transformer
+from narrowcast.workloads.decompose.importance.networks import ComponentMLP, SharedMLP, Transformer
 
 Kind = Literal["mlp", "vector_mlp", "shared_mlp", "global_shared_mlp", "global_transformer"]
 Needs = Literal["acts", "inputs"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.kernels.launch import is_capturing
-from narrowcast.workloads.decompose.components.mask import SiteMask, Source
+from narrowcast.workloads.decompose.components.masked import SiteMask, Source
 
 Routing = Literal["all", "layerwise", "uniform_k_subset", "static_probability"]
 Fixed = dict[Any, Tensor]

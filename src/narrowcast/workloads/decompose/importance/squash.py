@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.decompose.components.fused import FORMATS, has_kernels
+from narrowcast.workloads.decompose.components.masked import FORMATS, has_kernels
 
 Squash = Literal["leaky_hard", "normal", "hard", "swish_hard"]
 Sampling = Literal["continuous", "binomial"]
@@ -86,10 +86,10 @@ class _LeakyHard(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         if _has_kernel(logits):
-            from narrowcast.workloads.decompose.components.kernels import squash
+            from narrowcast.workloads.decompose.components.kernels import importance
 
             logits = logits.contiguous()
-            low, up = squash.squash(logits, LEAK)
+            low, up = importance.squash(logits, LEAK)
         else:
             low = logits.clamp(0, 1)
             up = (logits - 1).clamp_(min=0).mul_(LEAK).add_(low)
@@ -100,11 +100,11 @@ class _LeakyHard(torch.autograd.Function):
     def backward(ctx: Any, grad_low: Tensor | None, grad_up: Tensor | None) -> Tensor | None:
         (logits,) = ctx.saved_tensors
         if _has_kernel(logits):
-            from narrowcast.workloads.decompose.components.kernels import squash
+            from narrowcast.workloads.decompose.components.kernels import importance
 
             low = None if grad_low is None else grad_low.contiguous()
             up = None if grad_up is None else grad_up.contiguous()
-            return squash.squash_back(logits, low, up, LEAK)
+            return importance.squash_back(logits, low, up, LEAK)
         result, above = None, logits > 1
         if grad_low is not None:
             result = torch.where(logits <= 0, grad_low.clamp(max=0).mul_(LEAK), grad_low)

@@ -1,6 +1,5 @@
-"""What a step of training has, and what a term of its loss is."""
+"""A training step, and the base class of the terms of its loss."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,43 +8,42 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.components.decomposition import Decomposition, Passed
-from narrowcast.workloads.decompose.components.mask import SiteMask
+from narrowcast.workloads.decompose.components.masked import SiteMask
 from narrowcast.workloads.decompose.importance.squash import Sampling
 from narrowcast.workloads.decompose.losses.divergence import (
     Divergence,
     divergence,
     squared_errors,
 )
+from narrowcast.workloads.decompose.settings import Term
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Step:
-    """A batch, what the target and the importance functions made of it, and how to compare."""
+    """A batch with the target's output, the importances, and how outputs are compared."""
 
     decomposition: Decomposition
     args: tuple[Any, ...]
-    """What the target is called with."""
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the target."""
     batch_dim: int = 0
-    """Along which the tensors of `args` and `kwargs` hold one example after another."""
+    """Batch dimension of the tensors in `args`."""
     target: Tensor
     """The target's output."""
     inputs: Sequence[Tensor] = ()
-    """Of the sites in the target's own pass, where that kept them."""
+    """Inputs of the sites in the target's own pass, if it cached them."""
     lower: Sequence[Tensor]
-    """Importances that make masks, (seeds, rows, components) of each site."""
+    """Importances that make masks, (seeds, rows, components) per site."""
     upper: Sequence[Tensor]
-    """Importances that losses press on."""
+    """Importances for the minimality losses."""
     progress: Tensor
-    """The share of the run that is done, on the device."""
+    """Share of the run that is done, on the device."""
     divergence: Divergence
     sampling: Sampling = "continuous"
     delta: bool = True
-    """Whether what components leave of the weights takes part in masked passes."""
+    """Whether masked passes include the weight residual."""
     state: Mapping[str, nn.Module] = field(default_factory=dict)
-    """What a term keeps from step to step, by its name."""
+    """State that a term keeps between steps, by its name."""
     held: bool = False
     """Whether components are constants in this step's passes."""
 
@@ -56,14 +54,11 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """How many positions each of them sees."""
+        """Positions per seed."""
         return self.lower[0].shape[1]
 
     def hold(self) -> "Step":
-        """Return the step with constant components and importances, to move sources alone.
-
-        A backward pass to the sources would otherwise compute the gradients of components too.
-        """
+        """Return the step with constant components and importances, to move sources only."""
         return replace(self, lower=[each.detach() for each in self.lower], held=True)
 
     def masked(
@@ -76,15 +71,14 @@ class Step:
     ) -> Passed:
         """Pass the batch, `copies` times over, through the decomposition with `masks`."""
         args = tuple(self._repeated(each, copies) for each in self.args)
-        kwargs = {name: self._repeated(each, copies) for name, each in self.kwargs.items()}
         cache = "inputs" if inputs else "none"
         passed: Passed = self.decomposition(
-            *args, masks=masks, cache=cache, frozen=self.held, seed=seed, **kwargs
+            *args, masks=masks, cache=cache, frozen=self.held, seed=seed
         )
         return passed
 
     def output_divergence(self, output: Tensor, *, copies: int = 1) -> Tensor:
-        """Return how far the output of a pass is from the target's, for every seed."""
+        """Return how far the output of a pass is from the target's, per seed."""
         return divergence(*self._compared(output, copies), self.divergence)
 
     def squared_errors(self, output: Tensor, *, copies: int) -> Tensor:
@@ -96,40 +90,26 @@ class Step:
         made = output.reshape(self.seeds, copies, -1, width)
         return made, self.target.reshape(self.seeds, -1, width)
 
-    def _repeated(self, settings: Any, copies: int) -> Any:
-        if copies == 1 or not isinstance(settings, Tensor) or settings.dim() <= self.batch_dim:
-            return settings
-        return torch.cat([settings] * copies, self.batch_dim)
+    def _repeated(self, arg: Any, copies: int) -> Any:
+        if copies == 1 or not isinstance(arg, Tensor) or arg.dim() <= self.batch_dim:
+            return arg
+        return torch.cat([arg] * copies, self.batch_dim)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loss(ABC):
-    """A term: how much it weighs, and how it is computed."""
+class Loss(Term, ABC):
+    """A term of the loss: its settings, and how it is computed."""
 
     kind: ClassVar[str]
     coefficient: float
-    """What it is multiplied by in the total."""
-
-    def __post_init__(self) -> None:
-        """Refuse what would make it no term, or turn it around."""
-        if not (math.isfinite(self.coefficient) and self.coefficient > 0):
-            raise ConfigError(
-                f"{self.kind}: coefficient must be a number above 0, got {self.coefficient}. To "
-                "disable the loss, leave it out."
-            )
-        self.check()
 
     @property
     def name(self) -> str:
-        """What it is called in records."""
+        """Its name in records, as in recipes."""
         return self.kind
-
-    def check(self) -> None:  # noqa: B027  # most kinds have nothing more to refuse
-        """Refuse settings that do not go together."""
 
     @abstractmethod
     def __call__(self, step: Step, ascents: int = 1) -> Tensor:
-        """Return the term without its coefficient, one number for every seed.
+        """Return the term without its coefficient, one number per seed.
 
-        `ascents` says how many steps an adversary takes, where the term has one.
+        `ascents` is how many steps the adversary takes, if the term has one.
         """

@@ -1,7 +1,7 @@
-"""The number to minimise: terms with their weights, and those that draw masks alike in one pass.
+"""The terms of a recipe, and their weighted sum.
 
-A small network takes as long for a pass of three copies of a batch as for one: what takes time is
-to launch it. So where there are kernels, terms of masks drawn at random are parts of one pass.
+A small network takes as long for a pass of three copies of a batch as for one, because launches
+take the time. So terms with random masks share one pass on devices with kernels.
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,54 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from narrowcast.workloads.decompose.components.fused import has_kernels
-from narrowcast.workloads.decompose.importance.masks import Routing, fixed_route, site_masks
-from narrowcast.workloads.decompose.losses.reconstruction import Stochastic, drawn
+from narrowcast.workloads.decompose.components.masked import has_kernels
+from narrowcast.workloads.decompose.importance.masks import fixed_route, site_masks
+from narrowcast.workloads.decompose.losses.adversary import PGD, PersistentPGD
+from narrowcast.workloads.decompose.losses.penalties import Faithfulness, Minimality, SmoothL0
+from narrowcast.workloads.decompose.losses.reconstruction import (
+    HiddenActivations,
+    ImportanceMasked,
+    Stochastic,
+    Unmasked,
+    drawn,
+)
 from narrowcast.workloads.decompose.losses.terms import Loss, Step
+from narrowcast.workloads.decompose.settings import LossesSection
+
+KINDS: dict[str, type[Loss]] = {
+    each.kind: each
+    for each in (
+        Faithfulness,
+        Minimality,
+        SmoothL0,
+        Stochastic,
+        ImportanceMasked,
+        Unmasked,
+        HiddenActivations,
+        PGD,
+        PersistentPGD,
+    )
+}
+
+
+def make_losses(section: LossesSection) -> list[Loss]:
+    """Return the terms with a coefficient."""
+    losses = []
+    for name, term in section.chosen.items():
+        settings = term.model_dump()
+        if name.endswith("_layerwise"):
+            settings["routing"] = "layerwise"
+        kind = name.removesuffix("_layerwise").removesuffix("_subset")
+        losses.append(KINDS[kind](**settings))
+    return losses
 
 
 def total(
     losses: Sequence[Loss], step: Step, form: Sequence[int] | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the number to minimise, a sum over seeds, and each term's mean over them.
+    """Return the weighted sum over terms and seeds, and each term's mean over seeds.
 
-    `form` says how many steps each term's adversary takes; a term of 0 is left out.
+    `form` is how many steps each term's adversary takes; a term with 0 is left out.
     """
     chosen = [1] * len(losses) if form is None else form
     requested = [pair for pair in zip(losses, chosen, strict=True) if pair[1]]
@@ -32,7 +68,7 @@ def total(
         loss.name: results[loss.name] if loss.name in results else loss(step, ascents)
         for loss, ascents in requested
     }
-    # One by one these are launches that do nothing: times 1, and the sum over a single seed.
+    # Times 1 and the sum over a single seed are launches that do nothing.
     weighed = [
         terms[loss.name] * loss.coefficient if loss.coefficient != 1 else terms[loss.name]
         for loss, _ in requested
@@ -45,16 +81,15 @@ def total(
 
 
 def in_one_pass(losses: Sequence[Loss], step: Step) -> dict[str, Tensor]:
-    """Return the terms that are parts of one pass, by name: none, or two and more.
-
-    They draw masks anew in any case, so which pass they draw them in is of no account.
-    """
+    """Return the terms that share one pass, by name: none, or at least two."""
     kernels = has_kernels(step.target.device.type)
     alike = [loss for loss in losses if isinstance(loss, Stochastic) and _may_share(loss, step)]
     if step.divergence != "mse" or not kernels or len(alike) < 2:
         return {}
     sites = len(step.lower)
-    routings = [_as_fixed(loss.routing) for loss in alike]
+    routings: list[Literal["all", "layerwise"]] = [
+        "all" if loss.routing == "all" else "layerwise" for loss in alike
+    ]
     route = fixed_route(routings, step.lower, saved=step.decomposition.fixed)
     masks = site_masks(route, step.lower, *drawn(step))
     output = step.masked(masks, copies=route.copies).output
@@ -69,7 +104,3 @@ def in_one_pass(losses: Sequence[Loss], step: Step) -> dict[str, Tensor]:
 def _may_share(loss: Stochastic, step: Step) -> bool:
     batched = loss.routing == "layerwise" and loss.is_batched(step)
     return not loss.recompute and (loss.routing == "all" or batched)
-
-
-def _as_fixed(routing: Routing) -> Literal["all", "layerwise"]:
-    return "all" if routing == "all" else "layerwise"

@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from narrowcast.workloads.decompose.targets.check import check_accuracy
-from narrowcast.workloads.decompose.targets.pretrain import Pretraining
-from narrowcast.workloads.decompose.targets.seeded import SeededLinear
-from narrowcast.workloads.decompose.targets.toy import ToyPlan
+from narrowcast.workloads.decompose.targets.toy import (
+    Pretraining,
+    SeededLinear,
+    ToyPlan,
+    check_accuracy,
+)
 
 LAYERS = 2
 LEAST_ACCURACY = 0.95

@@ -1,73 +1,223 @@
-"""Language models that are decomposed, and the text they are decomposed on."""
+"""Language models to decompose, and windows of their text."""
 
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from narrowcast.plain_files import expand_path
-from narrowcast.runs.folder import RESOLVED
-from narrowcast.workloads.decompose.targets.check import check_language
-from narrowcast.workloads.decompose.targets.pretrained import find_model
-from narrowcast.workloads.decompose.targets.trained_here import find_run
-from narrowcast.workloads.decompose.targets.windows import ChosenWindows, split
+from narrowcast.config.globs import matching
+from narrowcast.config.problems import shown_path
+from narrowcast.errors import ConfigError
+from narrowcast.plain_files import expand_path, read_plain, stat_or_none
+from narrowcast.runs.environment import host_memory_bytes
+from narrowcast.training.checkpoints.data_identity import fingerprint
 
-CHECKED_WINDOWS = 4
-"""Held-out windows that a model is asked about before it is decomposed."""
+LEARNT_NATS = 0.1
+"""By which share of log(vocabulary) a language model must be better than to guess evenly. One of
+random weights is worse than that; one that knows how frequent words are is better by a third."""
+COPIES = 8
+"""Of a text that there may be at once: as bytes, as text, and as the tokens of either in lists."""
+HELD_OUT_EVERY = 20
+"""Every so many windows one is kept to judge on."""
+
+Tokens = npt.NDArray[np.int32]
+
+
+class Numbered(Protocol):
+    """Windows by number."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        ...
+
+    def __getitems__(self, indices: list[int], /) -> Tensor:
+        """Return tokens (windows, length), int64, on the CPU."""
+        ...
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False)
+class TokenWindows:
+    """Stretches of so many tokens, one after the other."""
+
+    tokens: Tokens
+    length: int
+
+    def __len__(self) -> int:
+        """Count the whole windows."""
+        return len(self.tokens) // self.length
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        """Return the windows of these numbers."""
+        starts = np.asarray(indices, dtype=np.int64)[:, None] * self.length
+        return torch.from_numpy(self.tokens[starts + np.arange(self.length)].astype(np.int64))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class InputWindows:
+    """What a language model of another workload is fed: the first of each pair it is given."""
+
+    pairs: Any
+
+    def __len__(self) -> int:
+        """Count the windows."""
+        return len(self.pairs)
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        """Return the windows of these numbers."""
+        tokens, _ = self.pairs.__getitems__(indices)
+        assert isinstance(tokens, Tensor)
+        return tokens
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ChosenWindows:
+    """Some of other windows."""
+
+    windows: Numbered
+    chosen: range | list[int]
+
+    def __len__(self) -> int:
+        """Count them."""
+        return len(self.chosen)
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        """Return the windows of these numbers."""
+        return self.windows.__getitems__([self.chosen[index] for index in indices])
+
+
+def split(windows: Numbered) -> tuple[ChosenWindows, ChosenWindows]:
+    """Return the windows to train on, and some from everywhere in the text to evaluate on."""
+    count = len(windows)
+    every = min(HELD_OUT_EVERY, max(count, 1))
+    train = [number for number in range(count) if number % every != every - 1]
+    return ChosenWindows(windows, train), ChosenWindows(windows, range(every - 1, count, every))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Language:
-    """A trained language model, frozen, and windows of text."""
+    """A frozen language model in fp32 to decompose, and windows of its text."""
 
     name: str
-    target: nn.Module
-    """Takes tokens (batch, length); in fp32, on its device."""
+    target: Any
+    """Takes tokens (batch, length)."""
     output: str | None
-    """The attribute of its result that is its logits; none: the result is."""
+    """The attribute of its result with the logits; None: the result itself."""
     vocabulary: int
-    train: ChosenWindows
-    held_out: ChosenWindows
+    windows: Numbered
     digest: str
-    """Another one for other text."""
-    cross_entropy: float
-    """Nats a token on a few held-out windows."""
+    """Identifies the text."""
+    length: int
+    device: torch.device
+    divergence: ClassVar[Literal["mse", "kl"]] = "kl"
+    batch_dim: ClassVar[int] = 0
+    unit: ClassVar[str] = "token"
+    sites: ClassVar[Mapping[str, int]] = {}
+    tied: ClassVar[Mapping[str, str]] = {}
+
+    @cached_property
+    def train(self) -> ChosenWindows:
+        """Windows to train on."""
+        return split(self.windows)[0]
+
+    @cached_property
+    def held_out(self) -> ChosenWindows:
+        """Windows to evaluate on."""
+        return split(self.windows)[1]
+
+    def train_data(self, batch_size: int) -> ChosenWindows:
+        """Return the windows to train on."""
+        return self.train
+
+    def shown(self, inputs: Tensor) -> Tensor:
+        """Return the tokens as they are."""
+        return inputs
+
+    def judged_on(self, number: int, count: int) -> Tensor:
+        """Return a batch of held-out windows; few windows repeat."""
+        windows = self.held_out
+        numbers = [(number * count + each) % len(windows) for each in range(count)]
+        return windows.__getitems__(numbers).to(self.device)
 
 
-def language_target(
-    name: str, *, text: Sequence[str], length: int, device: torch.device | str
-) -> Language:
-    """Load a language model and its text, and refuse one that never trained; waits for the device.
+def read_windows(
+    sources: Sequence[str], encode: Callable[[str], list[int]], *, length: int, vocabulary: int
+) -> tuple[TokenWindows, str]:
+    """Cut the text of files, by path or glob, into windows; return them and what identifies them.
 
-    `text` are files, by path or glob; for a run of this library none means the run's own. On the
-    meta device only the model's shapes count, and no text is read.
+    Fewer than two windows, one to decompose on and one to judge on, are an error.
     """
-    device, path = torch.device(device), expand_path(name)
-    if (path / RESOLVED).is_file():
-        result = find_run(name, path, text=text, length=length, device=device)
-    else:
-        result = find_model(name, path, text=text, length=length, device=device)
-    target = result.model.requires_grad_(False).eval()
-    train, held_out = split(result.windows)
-    cross_entropy = 0.0
-    if device.type != "meta":
-        target = target.to(device)
-        cross_entropy = _cross_entropy(target, result.output, held_out, device)
-        check_language(name, cross_entropy=cross_entropy, vocabulary=result.vocabulary)
-    return Language(
-        name=name,
-        target=target,
-        output=result.output,
-        vocabulary=result.vocabulary,
-        train=train,
-        held_out=held_out,
-        digest=result.digest,
-        cross_entropy=cross_entropy,
-    )
+    tokens = np.asarray(encode(_text(sources)), dtype=np.int32)
+    windows = TokenWindows(tokens, length)
+    if len(windows) < 2:
+        raise ConfigError(
+            f"data.text must have at least two windows of data.length={length}, one to train on "
+            f"and one to evaluate on, got {len(tokens):,} tokens ({len(windows)} windows). Give "
+            "more text, or a smaller data.length."
+        )
+    if (largest := int(tokens.max())) >= vocabulary:
+        raise ConfigError(
+            f"The tokenizer returns token {largest} for data.text, but the model has {vocabulary} "
+            "tokens. Use the tokenizer the model was trained with."
+        )
+    return windows, fingerprint(tokens)
+
+
+def _text(sources: Sequence[str]) -> str:
+    room = (host_memory_bytes() or sys.maxsize) // COPIES
+    texts = []
+    for path in (path for source in sources for path in _files(source)):
+        try:
+            content = read_plain(path, most=room)
+            texts.append(content.decode("utf-8-sig"))
+        except OSError as error:
+            raise ConfigError(
+                f"data.text: {shown_path(path)} cannot be read: {error.strerror}."
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"data.text: {shown_path(path)} is not UTF-8 text: byte "
+                f"{content[error.start]:#04x} at {error.start}."
+            ) from error
+        room -= len(content)
+    if not any(text.strip() for text in texts):
+        raise ConfigError("data.text is empty. Write data.text=[FILE], paths or globs.")
+    return "\n".join(texts)
+
+
+def _files(source: str) -> list[Path]:
+    path = expand_path(source)
+    try:
+        # A path that exists is meant as it stands, whatever * or [ it contains.
+        matches = [path] if stat_or_none(path) is not None else matching(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.text: {shown_path(source)} cannot be read: {error}.") from error
+    if not matches:
+        raise ConfigError(f"data.text: {shown_path(source)} does not exist.")
+    return matches
+
+
+def check_language(name: str, *, cross_entropy: float, vocabulary: int) -> None:
+    """Raise for a language model that predicts no better than chance."""
+    even = math.log(vocabulary)
+    if not cross_entropy <= (1 - LEARNT_NATS) * even:
+        raise ConfigError(
+            f"model.path={name} predicts this text no better than chance: {cross_entropy:.2f} nats "
+            f"per token, and chance is {even:.2f}. Give a trained model, and text for its "
+            "tokenizer."
+        )
 
 
 def next_token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -76,14 +226,3 @@ def next_token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
         logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
     )
     return flat.view(tokens.shape[0], -1)
-
-
-@torch.no_grad()
-def _cross_entropy(
-    target: nn.Module, output: str | None, windows: ChosenWindows, device: torch.device
-) -> float:
-    numbers = list(range(min(CHECKED_WINDOWS, len(windows))))
-    tokens = windows.__getitems__(numbers).to(device)
-    raw = target(tokens)
-    logits = raw if output is None else getattr(raw, output)
-    return next_token_losses(logits, tokens).double().mean().item()

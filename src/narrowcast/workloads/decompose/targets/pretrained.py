@@ -1,34 +1,149 @@
-"""Language models that others trained: of transformers, in a .gguf file, or of llama2.c.
+"""Load a language model to decompose: of an lm run, of transformers, a .gguf file or of llama2.c.
 
-Nothing is fetched, nothing is unpickled, and nothing is made up: a weight that the files lack is an
-error.
+Nothing is downloaded, nothing is unpickled, and a weight that the files lack is an error.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
 
-from narrowcast.config.problems import shortened
+from narrowcast.config import from_resolved
+from narrowcast.config.problems import shortened, shown_path
 from narrowcast.config.workload import require_modules
-from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
+from narrowcast.plain_files import expand_path
+from narrowcast.runs.folder import RESOLVED, RunFolder
+from narrowcast.training.checkpoints.export import tied_names
 from narrowcast.workloads.decompose.targets import llama2c
-from narrowcast.workloads.decompose.targets.windows import (
-    LanguageTarget,
+from narrowcast.workloads.decompose.targets.language import (
+    InputWindows,
+    Language,
     TokenWindows,
+    check_language,
+    next_token_losses,
     read_windows,
 )
+
+WEIGHTS = "model.safetensors"
+CHECKED_WINDOWS = 4
+"""Held-out windows that a model is checked on before it is decomposed."""
 
 _Loaded = TypeVar("_Loaded")
 
 
+def language_target(
+    name: str, *, text: Sequence[str], length: int, device: torch.device | str
+) -> Language:
+    """Load and check a language model and its text; waits for the device.
+
+    An lm run without `text` uses its own. On the meta device no text is read.
+    """
+    device, path = torch.device(device), expand_path(name)
+    find = find_run if (path / RESOLVED).is_file() else find_model
+    language = find(name, path, text=text, length=length, device=device)
+    language.target.requires_grad_(False).eval()
+    if device.type != "meta":
+        language = replace(language, target=language.target.to(device))
+        _check(language)
+    return language
+
+
+@torch.no_grad()
+def _check(language: Language) -> None:
+    windows = language.held_out
+    tokens = windows.__getitems__(list(range(min(CHECKED_WINDOWS, len(windows)))))
+    tokens = tokens.to(language.device)
+    raw = language.target(tokens)
+    logits = raw if language.output is None else getattr(raw, language.output)
+    cross_entropy = next_token_losses(logits, tokens).double().mean().item()
+    check_language(language.name, cross_entropy=cross_entropy, vocabulary=language.vocabulary)
+
+
+def find_run(
+    name: str, path: Path, *, text: Sequence[str], length: int, device: torch.device
+) -> Language:
+    """Return the model of a finished lm run, and `text` in its tokens, or the run's own."""
+    from narrowcast.workloads import build_task, workload_sections
+
+    resolved = RunFolder.open(path, needs=(RESOLVED,)).read_json(RESOLVED)
+    match resolved.get("workload"):
+        case {"value": "lm"}:
+            pass
+        case {"value": str(other)}:
+            raise ConfigError(
+                f"model.path={name} is a run of workload {other}, which cannot be decomposed. Give "
+                "a run of lm, or the folder of a transformers model."
+            )
+        case _:
+            raise CheckpointError(f"{shown_path(path / RESOLVED)} is damaged: it has no workload.")
+    overrides = [f"data.length={length}"]
+    if text:
+        _check_tokens(name, resolved)
+        overrides.append(f"data.text={json.dumps(list(text))}")
+    recipe = from_resolved(resolved, overrides, sections=workload_sections).recipe
+    on = device if device.type == "meta" else torch.device("cpu")
+    task = build_task(recipe, device=on)
+    if device.type != "meta":
+        _load_run(path, task.model)
+    embedding = task.model.get_submodule("embed")
+    assert isinstance(embedding, nn.Embedding)
+    digest = "" if device.type == "meta" or task.data_digest is None else task.data_digest()
+    return Language(
+        name=name,
+        target=task.model,
+        output=None,
+        vocabulary=embedding.num_embeddings,
+        windows=InputWindows(task.train_data),
+        digest=digest,
+        length=length,
+        device=device,
+    )
+
+
+def _check_tokens(name: str, resolved: Mapping[str, Any]) -> None:
+    match resolved.get("data.tokenizer"):
+        case {"value": "bpe"}:
+            raise ConfigError(
+                f"model.path={name} has a tokenizer trained on its own text, so it is decomposed "
+                "on that text. Leave data.text out."
+            )
+
+
+def _load_run(path: Path, model: nn.Module) -> None:
+    file = path / WEIGHTS
+    if not file.is_file():
+        raise ConfigError(
+            f"{shown_path(file)} does not exist because the run is not finished. Run narrowcast "
+            f"resume {shown_path(path)}"
+        )
+    try:
+        weights = load_file(file)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{shown_path(file)} is damaged: {error}.") from error
+    try:
+        result = model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:  # of other shapes
+        raise CheckpointError(
+            f"{shown_path(file)} does not belong to this run: "
+            f"{shortened(' '.join(str(error).split()), 300)}."
+        ) from error
+    if lacking := sorted({*result.missing_keys} - tied_names(model)):
+        raise CheckpointError(f"{shown_path(file)} has no {lacking[0]}.")
+
+
 def find_model(
     name: str, path: Path, *, text: Sequence[str], length: int, device: torch.device
-) -> LanguageTarget:
-    """Return the model of a folder or file, in fp32, and the text as its tokenizer cuts it."""
+) -> Language:
+    """Return the model of a folder or file in fp32, and the text in its tokens."""
     require_modules(["transformers"], of=f"model.path={name}", install="narrowcast[sft]")
     encode: Callable[[str], list[int]]
     if path.is_dir() and (small := llama2c.files_in(path)) is not None:
@@ -54,8 +169,15 @@ def find_model(
         windows, digest = nothing, ""
     else:
         windows, digest = read_windows(text, encode, length=length, vocabulary=vocabulary)
-    return LanguageTarget(
-        model=model, output="logits", vocabulary=vocabulary, windows=windows, digest=digest
+    return Language(
+        name=name,
+        target=model,
+        output="logits",
+        vocabulary=vocabulary,
+        windows=windows,
+        digest=digest,
+        length=length,
+        device=device,
     )
 
 

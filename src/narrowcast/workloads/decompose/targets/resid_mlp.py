@@ -12,11 +12,14 @@ from typing import final
 import torch
 from torch import Generator, Tensor, nn
 
-from narrowcast.workloads.decompose.targets.check import check_features
-from narrowcast.workloads.decompose.targets.data import SparseFeatures
-from narrowcast.workloads.decompose.targets.pretrain import Pretraining
-from narrowcast.workloads.decompose.targets.seeded import SeededLinear
-from narrowcast.workloads.decompose.targets.toy import ToyPlan, Truth
+from narrowcast.workloads.decompose.targets.toy import (
+    Pretraining,
+    SeededLinear,
+    SparseFeatures,
+    ToyPlan,
+    Truth,
+    check_features,
+)
 
 WIDTH = 1000
 SHAPES = {1: (100, 50, 100, 1000), 2: (100, 25, 400, 1000), 3: (102, 17, 500, 10_000)}

@@ -10,11 +10,14 @@ from typing import final
 import torch
 from torch import Generator, Tensor, nn
 
-from narrowcast.workloads.decompose.targets.check import check_features
-from narrowcast.workloads.decompose.targets.data import SparseFeatures
-from narrowcast.workloads.decompose.targets.pretrain import Pretraining
-from narrowcast.workloads.decompose.targets.seeded import SeededLinear
-from narrowcast.workloads.decompose.targets.toy import ToyPlan, Truth
+from narrowcast.workloads.decompose.targets.toy import (
+    Pretraining,
+    SeededLinear,
+    SparseFeatures,
+    ToyPlan,
+    Truth,
+    check_features,
+)
 
 
 @final

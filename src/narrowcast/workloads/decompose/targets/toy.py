@@ -1,34 +1,45 @@
-"""A toy network of every seed: built, trained, checked and frozen, with what is known of it."""
+"""Toy networks of every seed at once: data, layers, training, checks, and the known components.
+
+A network whose outputs are all zero is reconstructed without error by nothing at all: every loss of
+its decomposition is perfect. So toys are checked before they are decomposed.
+"""
 
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, final
+from typing import ClassVar, Literal, Protocol, final, runtime_checkable
 
 import torch
 from torch import Generator, Tensor, nn
 
-from narrowcast.errors import CheckpointError, ConfigError
-from narrowcast.workloads.decompose.targets.pretrain import Pretraining, Trainable, pretrain
+from narrowcast.errors import ConfigError
+
+PROBE = 0.75
+"""Size of a probed feature: inside every range, off its ends."""
+TOLERANCE = 0.25
+"""How far from what is wanted, 0.75, a feature may come out. A dropped one is 0.75 off; those
+learnt fall short the more, the more share a dimension: by 0.03 in TMS 5-2, by 0.14 in 40-10."""
+MOST_NAMED = 8
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """What the components of a site are known to be.
+    """The known components of a site.
 
-    `identity`: one component a feature, important where its feature is there and nowhere else.
+    `identity`: one component per feature, important if its feature is present and nowhere else.
     `dense`: `size` components that any feature may use, and no others.
     """
 
     kind: Literal["identity", "dense"]
     size: int
     along: Literal["inputs", "outputs"] | None = None
-    """Where a feature is one column of the site's weight, or one row; none: neither."""
+    """Whether a feature is one column of the site's weight, or one row; None: neither."""
 
 
 class Drawn(Protocol):
-    """Samples without end, drawn on the device that uses them."""
+    """Samples drawn on the device that uses them, so that a CUDA graph draws new ones."""
 
     def draw(
         self,
@@ -44,6 +55,151 @@ class Drawn(Protocol):
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class SparseFeatures:
+    """Features that are each present with one probability, and then uniform over a range."""
+
+    features: int
+    probability: float
+    low: float = 0.0
+    high: float = 1.0
+
+    def draw(
+        self,
+        seeds: int,
+        batch: int,
+        *,
+        device: torch.device | str,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        """Return (seeds, batch, features) from the generator, or from the device's own."""
+        shape = (seeds, batch, self.features)
+        # One draw decides both: whether it is below the probability, and where below.
+        share = torch.rand(shape, device=device, generator=generator).div_(self.probability)
+        present = share < 1
+        if (self.low, self.high) != (0.0, 1.0):
+            share = share.mul_(self.high - self.low).add_(self.low)
+        return share.mul_(present)
+
+    def probe(self, *, device: torch.device | str) -> Tensor:
+        """Return (features, features): each feature alone."""
+        return PROBE * torch.eye(self.features, device=device)
+
+
+@final
+class SeededLinear(nn.Module):
+    """`nn.Linear` of as many networks as there are seeds, with weights of zero.
+
+    The first dimension of the input is the seed; those between it and the last are rows.
+    """
+
+    def __init__(
+        self,
+        seeds: int,
+        d_in: int,
+        d_out: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.seeds, self.d_in, self.d_out = seeds, d_in, d_out
+        self.weight = nn.Parameter(torch.zeros(seeds, d_out, d_in, device=device))
+        self.bias = nn.Parameter(torch.zeros(seeds, d_out, device=device)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(1, -2)  # (seeds, rows, d_in)
+        if self.bias is None:
+            product = torch.bmm(rows, self.weight.mT)
+        else:
+            product = torch.baddbmm(self.bias[:, None], rows, self.weight.mT)
+        return product.view(*x.shape[:-1], self.d_out)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Pretraining:
+    """Settings of a toy's training by AdamW, on batches drawn anew."""
+
+    steps: int
+    batch_size: int
+    lr: float
+    schedule: Literal["constant", "cosine"] = "constant"
+    weight_decay: float = 0.01
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """Networks of all seeds that can be trained together."""
+
+    def learnt(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained."""
+        ...
+
+    def loss(self, x: Tensor) -> Tensor:
+        """Return the loss of each seed (seeds,) on a batch."""
+        ...
+
+    def settle(self) -> None:
+        """Update what follows from the trained parameters."""
+        ...
+
+
+def pretrain(network: Trainable, draw: Callable[[int], Tensor], how: Pretraining) -> None:
+    """Train, drawing a batch of a given size for every step; nothing waits for the device."""
+    optimizer = torch.optim.AdamW(
+        network.learnt(), lr=how.lr, weight_decay=how.weight_decay, fused=True
+    )
+    (group,) = optimizer.param_groups
+    for step in range(how.steps):
+        if how.schedule == "cosine":
+            group["lr"] = how.lr * (1 + math.cos(math.pi * step / how.steps)) / 2
+        optimizer.zero_grad()
+        # The sum: no seed's gradient touches another's.
+        network.loss(draw(how.batch_size)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    network.settle()
+
+
+def check_features(
+    name: str, *, inputs: Tensor, wanted: Tensor, tolerance: float = TOLERANCE
+) -> None:
+    """Raise unless the outputs for each feature alone are as wanted; waits for the device.
+
+    `inputs` and `wanted` are (seeds, features, features).
+    """
+    wrong = (~((inputs - wanted).abs() <= tolerance)).any(dim=2).sum(dim=1)
+    if not wrong.any():
+        return
+    dead = (inputs == 0).all(dim=2).all(dim=1) | ~inputs.isfinite().all(dim=2).all(dim=1)
+    if dead.any():
+        fact = f"{_seeds(dead)}: all outputs are 0, inf or NaN"
+    else:
+        fact = (
+            f"{_seeds(wrong > 0)}: the outputs for up to {int(wrong.max())} of {wanted.shape[1]} "
+            f"features are wrong by more than {tolerance:g}"
+        )
+    raise ConfigError(f"model.toy={name} did not learn its task. {fact}")
+
+
+def check_accuracy(name: str, *, accuracy: Tensor, least: float) -> None:
+    """Raise for networks of a lower accuracy; waits for the device."""
+    wrong = ~(accuracy >= least)
+    if wrong.any():
+        raise ConfigError(
+            f"model.toy={name} did not learn its task. {_seeds(wrong)}: accuracy must be at least "
+            f"{least:.0%}, got {float(accuracy.min()):.0%}"
+        )
+
+
+def _seeds(wrong: Tensor) -> str:
+    which = wrong.nonzero().flatten().tolist()
+    named = ", ".join(str(seed) for seed in which[:MOST_NAMED])
+    more = f" and {len(which) - MOST_NAMED} more" if len(which) > MOST_NAMED else ""
+    return f"seed{'s' if len(which) > 1 else ''} {named}{more} of {len(wrong)} (counted from 0)"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ToyPlan:
     """A kind of toy network: how it is made and trained, and what is known of it."""
 
@@ -53,108 +209,79 @@ class ToyPlan:
     data: Drawn
     pretraining: Pretraining
     check: Callable[[nn.Module, Callable[[int], Tensor]], None]
-    """Refuses networks that have not learnt; is given them, and batches to ask them about."""
+    """Raises for networks that did not learn, from batches that the function draws."""
     sites: Mapping[str, int]
+    """Patterns of the modules to decompose, and their numbers of components."""
     tied: Mapping[str, str] = field(default_factory=dict)
+    """Sites whose weight is that of another, transposed."""
     truth: Mapping[str, Truth] = field(default_factory=dict)
     probe: Tensor | None = None
+    """(seeds, features, features): each feature alone; None if inputs are not features."""
     divergence: Literal["mse", "kl"] = "mse"
     length: int = 1
-    """Positions of a sample, of which sites see each."""
+    """Positions per sample."""
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Toy:
-    """A trained toy network of every seed, and what is known of it."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Toy(ToyPlan):
+    """Trained and frozen toy networks of every seed, to decompose."""
 
-    name: str
     target: nn.Module
-    """Frozen, on its device; takes (seeds, batch, ...) and returns (seeds, batch, outputs)."""
+    """Takes (seeds, batch, ...) and returns (seeds, batch, outputs)."""
     draw: Callable[[int], Tensor]
     """Returns a batch (seeds, batch, ...), drawn on the device from its own generator."""
-    divergence: Literal["mse", "kl"]
-    """How outputs are compared."""
-    sites: Mapping[str, int]
-    """Patterns of the modules to decompose, and how many components each is given."""
-    tied: Mapping[str, str]
-    """Sites whose weight is that of another, transposed."""
-    truth: Mapping[str, Truth]
-    """What is known of the components of a site, by its name."""
-    probe: Tensor | None
-    """(seeds, features, features): each feature alone; none where inputs are no features."""
-    pretraining: Pretraining
-    length: int
-    """Positions of a sample."""
+    digest: str
+    output: ClassVar[None] = None
+    batch_dim: ClassVar[int] = 1
+    unit: ClassVar[str] = "sample"
+
+    def train_data(self, batch_size: int) -> Sequence[int]:
+        """Return numbers of one batch; the samples are drawn in the loss."""
+        return range(batch_size)
+
+    def shown(self, inputs: Tensor) -> Tensor:
+        """Draw as many samples as `inputs` has."""
+        return self.draw(inputs.shape[0])
+
+    def judged_on(self, number: int, count: int) -> Tensor:
+        """Draw samples for an evaluation."""
+        return self.draw(count)
 
 
-def make_toy(
-    plan: ToyPlan,
-    *,
-    seeds: int,
-    seed: int,
-    device: torch.device | str,
-    trained: Mapping[str, Tensor] | None = None,
-) -> Toy:
+def make_toy(plan: ToyPlan, *, seeds: int, seed: int, device: torch.device | str) -> Toy:
     """Return the networks of a plan, trained from `seed` and checked; waits for the device.
 
-    Their randomness is their own: the generators of the process stay as they were. `trained` is
-    the state of a target that was trained before, which is then not done again. On the meta device
-    only shapes count: nothing is trained, and nothing checked.
+    They have a generator of their own: those of the process stay as they were. On the meta device
+    nothing is trained or checked.
     """
     device = torch.device(device)
     real = torch.device("cpu") if device.type == "meta" else device
-    generator = Generator(real).manual_seed(_own_seed(seed))
+    # Not the seed itself: the components of a decomposition begin from that, and would begin with
+    # the very numbers that the target began with.
+    own_seed = int.from_bytes(hashlib.sha256(f"toy target {seed}".encode()).digest()[:7])
+    generator = Generator(real).manual_seed(own_seed)
     network = plan.build(seeds, generator)
 
     def own(batch: int) -> Tensor:
         return plan.data.draw(seeds, batch, device=real, generator=generator)
 
-    if trained is not None:
-        _load(plan.name, network, trained)
-    elif device.type != "meta":
-        assert isinstance(network, Trainable)
-        pretrain(network, own, plan.pretraining)
-    network.requires_grad_(False)
     if device.type != "meta":
-        with torch.no_grad():
-            try:
+        assert isinstance(network, Trainable)
+        how = plan.pretraining
+        pretrain(network, own, how)
+        try:
+            with torch.no_grad():
                 plan.check(network, own)
-            except ConfigError as error:
-                how = plan.pretraining
-                raise ConfigError(
-                    f"{error}. It was trained with model.pretrain_steps={how.steps} and "
-                    f"model.pretrain_batch_size={how.batch_size}. Write a larger one, or another "
-                    "seed."
-                ) from error
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}. It was trained with model.pretrain_steps={how.steps} and "
+                f"model.pretrain_batch_size={how.batch_size}. Write a larger one, or another seed."
+            ) from error
     probe = None if plan.probe is None else plan.probe.to(device).expand(seeds, -1, -1)
     return Toy(
-        name=plan.name,
-        target=network.to(device).eval(),
+        **vars(plan) | {"probe": probe},
+        target=network.requires_grad_(False).to(device).eval(),
         draw=lambda batch: plan.data.draw(seeds, batch, device=device),
-        divergence=plan.divergence,
-        sites=plan.sites,
-        tied=plan.tied,
-        truth=plan.truth,
-        probe=probe,
-        pretraining=plan.pretraining,
-        length=plan.length,
+        digest=f"{plan.name}, drawn from seed {seed}",
     )
-
-
-def _own_seed(seed: int) -> int:
-    # Not the seed itself: the components of a decomposition begin from that, and would begin with
-    # the very numbers that the target began with.
-    return int.from_bytes(hashlib.sha256(f"toy target {seed}".encode()).digest()[:7])
-
-
-def _load(name: str, network: nn.Module, trained: Mapping[str, Tensor]) -> None:
-    expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    results = {key: tuple(value.shape) for key, value in trained.items()}
-    if results != expected:
-        differing = sorted({key for key, _ in results.items() ^ expected.items()})
-        raise CheckpointError(
-            f"The saved weights of target {name} belong to another network: "
-            f"{', '.join(differing[:4])} differ. Start a new run."
-        )
-    network.load_state_dict(dict(trained))

@@ -1,11 +1,9 @@
-"""Toy networks by name, as recipes ask for them."""
+"""Toy networks by name."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.decompose.targets.induction import induction_plan
@@ -29,12 +27,8 @@ def toy_target(
     device: torch.device | str,
     steps: int | None = None,
     batch_size: int | None = None,
-    trained: Mapping[str, Tensor] | None = None,
 ) -> Toy:
-    """Return a toy network of `seeds` seeds, trained, checked and frozen; see `make_toy`.
-
-    `steps` and `batch_size` are those of its training; none: what it is known to learn with.
-    """
+    """Return a trained toy by name; `steps` and `batch_size` override those of its training."""
     plan = toy_plan(name)
     how = replace(
         plan.pretraining,
@@ -42,11 +36,11 @@ def toy_target(
         batch_size=plan.pretraining.batch_size if batch_size is None else batch_size,
     )
     plan = replace(plan, pretraining=how)
-    return make_toy(plan, seeds=seeds, seed=seed, device=device, trained=trained)
+    return make_toy(plan, seeds=seeds, seed=seed, device=device)
 
 
 def toy_plan(name: str) -> ToyPlan:
-    """Return how a toy network is made; nothing is made yet."""
+    """Return the plan of a toy network."""
     if result := TMS_NAME.fullmatch(name):
         features, hidden = int(result[1]), int(result[2])
         return tms_plan(features, hidden, identity=result[3] is not None)

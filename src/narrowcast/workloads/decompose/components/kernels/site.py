@@ -1,8 +1,13 @@
-"""What multiplies a site's weights, [ h (m - d) | d x ], in one pass over memory; and back.
+"""Kernels of masked sites: the weights of their products, and the operand [ h (m - d) | d x ].
 
 Forward, h, importance and x are read once and the operand is written once, in whole lines that a
 matrix product can read aligned; masks and draws exist in registers alone. Backward, the gradient of
 the operand is read and the operand written in its place, since the product for dU wants it again.
+
+Draws are counters put through a cipher (Philox: Salmon et al. 2011, whose seven rounds pass every
+test of theirs) under a seed read from the device. The counter of a number is its row, its column,
+and a stream by which several sites share a seed; so a backward pass draws what the forward pass
+drew, and two numbers are never one.
 """
 
 import torch
@@ -11,15 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.kernels.launch import launch_kernel
-from narrowcast.workloads.decompose.components.kernels.shares import (
-    delta_share,
-    places,
-    random_bits,
-    share,
-)
 
 _TILE = 4096  # elements of a program, 32 for each of 128 threads
 _WIDEST = 64  # columns of a quarter of a tile: 128 bytes in 16 bits, a whole line of the cache
+_BLOCK = 1024  # elements of a program that writes weights
 
 
 def write_operand(
@@ -44,7 +44,7 @@ def write_operand(
     """
     cut = _Cut(h, x, importance)
     launch_kernel(
-        _write,
+        _operand,
         cut.grid,
         out,
         h,
@@ -97,7 +97,7 @@ def write_gradients(
         shape = (h.shape[0], lines, importance.shape[-1])
         of_source = down.new_empty(shape, dtype=torch.float32)
     launch_kernel(
-        _back,
+        _operand_back,
         cut.grid,
         down,
         h,
@@ -169,7 +169,7 @@ def _mask_arguments(
 
 
 @triton.jit
-def _write(
+def _operand(
     out, h, x,
     importance, source, delta, routed, seed,
     g_seed, g_row, g_column, s_seed, s_row, s_column, d_seed, d_row,
@@ -180,7 +180,7 @@ def _write(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < rows
-    left, chosen = delta_share(
+    left, chosen = _delta_share(
         delta, routed, seed, row, rows, per_seed, delta_value, stream, d_seed, d_row, DELTA, ROUTED
     )
     line = row.to(tl.int64)[:, None]
@@ -189,13 +189,13 @@ def _write(
     part = tl.program_id(1)
     if part < first:
         lane = part * QUARTER + tl.arange(0, QUARTER)
-        drawn = random_bits(seed, row, lane, stream, SOURCE)
+        drawn = _random_bits(seed, row, lane, stream, SOURCE)
         for quarter in tl.static_range(4):
             column = (part * 4 + quarter) * QUARTER + tl.arange(0, QUARTER)
             inside = here[:, None] & (column < count)[None, :]
-            at = places(row, column, per_seed, g_seed, g_row, g_column)
+            at = _places(row, column, per_seed, g_seed, g_row, g_column)
             g = tl.load(importance + at, mask=inside, other=0.0).to(tl.float32)
-            s = share(
+            s = _share(
                 source, drawn[quarter], row, column, inside, per_seed, source_value,
                 s_seed, s_row, s_column, SOURCE,
             )  # fmt: skip
@@ -214,7 +214,7 @@ def _write(
 
 
 @triton.jit
-def _back(
+def _operand_back(
     down, h, x,
     importance, source, delta, routed, seed,
     g_seed, g_row, g_column, s_seed, s_row, s_column, d_seed, d_row,
@@ -228,7 +228,7 @@ def _back(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < rows
-    left, chosen = delta_share(
+    left, chosen = _delta_share(
         delta, routed, seed, row, rows, per_seed, delta_value, stream, d_seed, d_row, DELTA, ROUTED
     )
     line = row.to(tl.int64)[:, None]
@@ -238,14 +238,14 @@ def _back(
     total = tl.zeros((ROWS,), tl.float32)
     if part < first:
         lane = part * QUARTER + tl.arange(0, QUARTER)
-        drawn = random_bits(seed, row, lane, stream, SOURCE)
+        drawn = _random_bits(seed, row, lane, stream, SOURCE)
         for quarter in tl.static_range(4):
             column = (part * 4 + quarter) * QUARTER + tl.arange(0, QUARTER)
             inside = here[:, None] & (column < count)[None, :]
             stored = here[:, None] & (column < padded)[None, :]
-            at = places(row, column, per_seed, g_seed, g_row, g_column)
+            at = _places(row, column, per_seed, g_seed, g_row, g_column)
             g = tl.load(importance + at, mask=inside, other=0.0).to(tl.float32)
-            s = share(
+            s = _share(
                 source, drawn[quarter], row, column, inside, per_seed, source_value,
                 s_seed, s_row, s_column, SOURCE,
             )  # fmt: skip
@@ -285,3 +285,123 @@ def _back(
             total += tl.where(chosen, tl.sum(of_x * seen.to(tl.float32), 1), 0.0)
     if NEEDS_DELTA:
         tl.store(sums + row.to(tl.int64) * tl.num_programs(1) + part, total, mask=here)
+
+
+@triton.jit
+def _uniform(bits, BINOMIAL: tl.constexpr):
+    """A number of [0, 1), or 0 or 1, from 32 random bits."""
+    if BINOMIAL:
+        return (bits >> 31).to(tl.float32)
+    else:
+        return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+
+
+@triton.jit
+def _delta_share(
+    delta, routed, seed, row, rows, per_seed, value, stream, d_seed, d_row,
+    DELTA: tl.constexpr, ROUTED: tl.constexpr,
+):  # fmt: skip
+    """By how much what components leave takes part in each row, and which rows they compute."""
+    here = row < rows
+    left = tl.zeros_like(row).to(tl.float32)
+    if DELTA == 1:
+        left += value
+    elif DELTA == 2:
+        at = (row // per_seed).to(tl.int64) * d_seed + (row % per_seed).to(tl.int64) * d_row
+        left += tl.load(delta + at, mask=here, other=0.0).to(tl.float32)
+    elif DELTA >= 3:
+        zero = row * 0
+        bits, _, _, _ = tl.philox(tl.load(seed), zero, row, zero + stream, zero + 1, 7)
+        left += _uniform(bits, DELTA == 4)
+    chosen = here
+    if ROUTED:
+        chosen = here & (tl.load(routed + row, mask=here, other=0) != 0)
+        left = tl.where(chosen, left, 1.0)
+    return left, chosen
+
+
+@triton.jit
+def _places(row, column, per_seed, of_seed, of_row, of_column):
+    """Where the numbers of rows and columns are, for a tensor of any strides."""
+    line = (row // per_seed).to(tl.int64) * of_seed + (row % per_seed).to(tl.int64) * of_row
+    return line[:, None] + column[None, :].to(tl.int64) * of_column
+
+
+@triton.jit
+def _share(source, bits, row, column, inside, per_seed, value, s_seed, s_row, s_column,
+           SOURCE: tl.constexpr):  # fmt: skip
+    """By how much what is not important takes part."""
+    if SOURCE == 2:
+        at = _places(row, column, per_seed, s_seed, s_row, s_column)
+        return tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    elif SOURCE >= 3:
+        return _uniform(bits, SOURCE == 4)
+    else:
+        return tl.zeros(inside.shape, tl.float32) + value
+
+
+@triton.jit
+def _random_bits(seed, row, column, stream, SOURCE: tl.constexpr):
+    """Four times 32 bits for each row and column, where draws are wanted."""
+    counter = row[:, None] * 0 + column[None, :]
+    if SOURCE >= 3:
+        line = row[:, None] + column[None, :] * 0
+        return tl.philox(tl.load(seed), counter, line, counter * 0 + stream, counter * 0, 7)
+    else:
+        return counter, counter, counter, counter
+
+
+def write_weights(out: Tensor, V: Tensor, U: Tensor, weight_t: Tensor | None, padded: int) -> None:
+    """Fill each seed's line of `out` with V, (d_in, padded), and then [U ; W^T].
+
+    U has `padded` lines too, and W^T as many as are left; what is beyond either is zero.
+    """
+    seeds, d_in, count = V.shape
+    other = U if weight_t is None else weight_t.expand(seeds, -1, -1)
+    size = out.shape[1]
+    launch_kernel(
+        _weights,
+        (triton.cdiv(size, _BLOCK), seeds),
+        out,
+        V,
+        U,
+        other,
+        *V.stride(),
+        *U.stride(),
+        *other.stride(),
+        size,
+        d_in,
+        count,
+        padded,
+        U.shape[2],
+        STACKED=weight_t is not None,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _weights(
+    out, V, U, other,
+    v_seed, v_line, v_column, u_seed, u_line, u_column, o_seed, o_line, o_column,
+    size, d_in, count, padded, d_out,
+    STACKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    location = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seed = tl.program_id(1).to(tl.int64)
+    here = location < size
+    first = location < d_in * padded
+    line, column = location // padded, location % padded
+    at = seed * v_seed + line.to(tl.int64) * v_line + column.to(tl.int64) * v_column
+    value = tl.load(V + at, mask=first & (column < count), other=0.0).to(tl.float32)
+    after = location - d_in * padded
+    line, column = after // d_out, (after % d_out).to(tl.int64)
+    own = here & (after >= 0)
+    at = seed * u_seed + line.to(tl.int64) * u_line + column * u_column
+    value += tl.load(U + at, mask=own & (line < count), other=0.0).to(tl.float32)
+    if STACKED:
+        line = line - padded
+        at = seed * o_seed + line.to(tl.int64) * o_line + column * o_column
+        inside = own & (line >= 0) & (line < d_in)
+        value += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + seed * size + location, value.to(out.dtype.element_ty), mask=here)

@@ -1,24 +1,184 @@
-"""A masked site with its elementwise work in two kernels and nothing kept but x, h and importance.
+"""A masked site as one product, without ever forming the weight residual.
 
-The products are torch's. Widths are rounded up to 8 numbers, so that 16-bit lines begin at
-multiples of 16 bytes, as tensor cores want them. V and [U ; W^T] are written anew in each pass, in
-the format of their product and in one launch: (C + d_in) d_out numbers of the latter, beside rows
-times (C + d_in) of the operand. That is 2 % at 32,768 rows and a d_out of 768, and U and V have to
-be narrowed anyhow.
+A component of importance g has the mask m = g + (1 - g) s, where s is a source: 0 keeps only what
+is important, 1 keeps everything, and random sources test that what is not important does not
+matter. With a mask d for the residual, the output is ((x V) m) U + d x (W - (V U)^T)^T + b. Since
+x (V U) is (x V) U, that is
+
+    y = [ (x V) (m - d) | d x ] [ U ; W^T ] + b
+
+exactly: one product of inner size C + d_in, summed in fp32 inside it, and so not as the difference
+of two rounded results. A row that is not routed has 0 for the first part and d = 1, and is the
+target's.
+
+On a GPU the elementwise work is two kernels, and nothing is saved but x, h and importance. Widths
+are rounded up to 8 numbers, so that 16-bit lines begin at multiples of 16 bytes, as tensor cores
+want them. V and [U ; W^T] are written anew in each pass, in the format of their product and in one
+launch: 2 % of the operand at 32,768 rows and a d_out of 768, and U and V have to be cast anyhow.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from narrowcast.kernels.launch import unsupported_reason
-from narrowcast.workloads.decompose.components.mask import Draw, SiteMask, Source
-from narrowcast.workloads.decompose.components.products import added_product, product
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What kernels read and write; others are left to torch."""
+"""Formats of the kernels; others are computed by torch."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Numbers drawn anew in every pass: evenly from [0, 1], or 0 and 1 with even chances."""
+
+    kind: Literal["continuous", "binomial"] = "continuous"
+
+
+Source = Tensor | float | Draw
+"""Given numbers in [0, 1], one number for all, or new ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class SiteMask:
+    """What one site does in a pass."""
+
+    importance: Tensor
+    """Between 0 and 1: (seeds, rows, components)."""
+    source: Source
+    """What is not important takes part by this share; a tensor broadcasts to `importance`."""
+    delta: Source | None = None
+    """By which share what components leave of the weight takes part, (seeds, rows); None: not."""
+    routed: Tensor | None = None
+    """Rows that the components compute, bool of (seeds, rows); others are the target's. None: all.
+    """
+
+
+def masked_output(
+    x: Tensor,
+    V: Tensor,
+    U: Tensor,
+    weight_t: Tensor,
+    bias: Tensor | None,
+    mask: SiteMask,
+    *,
+    seed: Tensor | None = None,
+    stream: int = 0,
+) -> Tensor:
+    """Return (seeds, rows, d_out) of `x`, (seeds, rows, d_in), with components as the mask says.
+
+    `V` is (seeds, d_in, C), `U` (seeds, C, d_out), `weight_t` (seeds or 1, d_in, d_out), and `bias`
+    (seeds or 1, d_out). Gradients go to x, V, U and the mask's tensors.
+    Sites that are given one `seed` for their draws are given a `stream` each.
+    """
+    dtype = computed_in(V)
+    # Under autocast an output is of its format, as of any product; else as the target's was.
+    result_dtype = dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
+    x = x.to(dtype)
+    if is_fused(x, mask):
+        out = fused_output(x, V, U, weight_t, bias, mask, seed=seed, stream=stream)
+        return out.to(result_dtype)
+    stored, left = shares(mask)
+    operand = (product(x, V.to(dtype)) * stored).to(dtype)
+    stack = U.to(dtype)
+    if left is not None:
+        operand = torch.cat([operand, (left.unsqueeze(-1) * x).to(dtype)], -1)
+        stack = torch.cat([stack, weight_t.expand(U.shape[0], -1, -1).to(dtype)], 1)
+    lines = None if bias is None else bias.unsqueeze(1)
+    return added_product(lines, operand, stack).to(result_dtype)
+
+
+def masked_embedding(
+    tokens: Tensor,
+    V: Tensor,
+    U: Tensor,
+    weight: Tensor,
+    mask: SiteMask,
+) -> Tensor:
+    """Return the like for tokens, (seeds, rows), whose lines of `V` and `weight` are looked up."""
+    saved, left = shares(mask)
+    result = product(looked_up(V, tokens) * saved, U)
+    if left is not None:
+        result = result + left.unsqueeze(-1) * looked_up(weight[None], tokens)
+    return result.to(weight.dtype)
+
+
+def activations(x: Tensor, V: Tensor) -> Tensor:
+    """Return what components read from `x`: (seeds, rows, C)."""
+    dtype = computed_in(V)
+    return product(x.to(dtype), V.to(dtype))
+
+
+def computed_in(V: Tensor) -> torch.dtype:
+    """Return the format of products with `V`: that of autocast, or its own."""
+    kind = V.device.type
+    if V.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return V.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def looked_up(table: Tensor, tokens: Tensor) -> Tensor:
+    """Return the lines of a table, (seeds or 1, tokens, width), for tokens of (seeds, rows)."""
+    if table.shape[0] == 1:
+        return table[0][tokens]
+    seeds = torch.arange(table.shape[0], device=table.device)[:, None]
+    return table[seeds, tokens]
+
+
+def shares(mask: SiteMask) -> tuple[Tensor, Tensor | None]:
+    """Return m - d, (seeds, rows, C), and d, (seeds, rows) or None where it is nowhere but 0."""
+    importance = mask.importance
+    source = _numbers(mask.source, importance)
+    stored = importance + (1 - importance) * source
+    rows = importance[..., 0]
+    left = None if mask.delta is None or _is_zero(mask.delta) else _numbers(mask.delta, rows)
+    if isinstance(left, float):
+        left = torch.full_like(rows, left)
+    if left is not None:
+        stored = stored - left.unsqueeze(-1)
+    if mask.routed is not None:
+        stored = stored.masked_fill(~mask.routed.unsqueeze(-1), 0.0)
+        none = torch.zeros_like(rows) if left is None else left
+        left = none.masked_fill(~mask.routed, 1.0)
+    return stored, left
+
+
+def _is_zero(delta: Source) -> bool:
+    return isinstance(delta, float) and delta == 0.0
+
+
+def _numbers(source: Source, like: Tensor) -> Tensor | float:
+    if not isinstance(source, Draw):
+        return source
+    drawn = torch.rand_like(like)
+    return drawn if source.kind == "continuous" else drawn.round()
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a b of each seed, (seeds, …, …), in `dtype`, else in that of the operands."""
+    one = a.shape[0] == 1
+    wide = dtype is not None and dtype != a.dtype
+    if wide and a.is_cuda and dtype == torch.float32:
+        # The sum as it is, in fp32: cuBLAS need not round it for torch to widen it again.
+        if one:
+            return torch.mm(a[0], b[0], out_dtype=dtype).unsqueeze(0)
+        return torch.bmm(a, b, out_dtype=dtype)
+    result = torch.mm(a[0], b[0]).unsqueeze(0) if one else torch.bmm(a, b)
+    return result.to(dtype) if wide else result
+
+
+def added_product(to: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Return to + a b; `to` broadcasts, (seeds or 1, rows or 1, columns)."""
+    if to is None:
+        return product(a, b)
+    to = to.to(a.dtype)
+    if a.shape[0] > 1:
+        return torch.baddbmm(to, a, b)
+    # A bias of one dimension is added within the product, one of two is copied out first.
+    line = to[0, 0] if to.shape[1] == 1 else to[0]
+    return torch.addmm(line, a[0], b[0]).unsqueeze(0)
 
 
 def is_fused(x: Tensor, mask: SiteMask) -> bool:
@@ -71,7 +231,7 @@ def fused_output(
 
 
 def _split_source(source: Source | None) -> tuple[tuple[int, float], Tensor | None]:
-    """Return kind and value of a source, and its tensor: the kinds of `kernels.operand`."""
+    """Return kind and value of a source, and its tensor: the kinds of `kernels.site`."""
     if source is None:
         return (0, 0.0), None
     if isinstance(source, Tensor):
@@ -151,10 +311,10 @@ def _rounded_up(width: int) -> int:
 
 
 def _write_weights(V: Tensor, U: Tensor, weight_t: Tensor | None, dtype: torch.dtype) -> Tensor:
-    from narrowcast.workloads.decompose.components.kernels import weights  # Triton: not everywhere
+    from narrowcast.workloads.decompose.components.kernels import site  # Triton: not everywhere
 
     out = _empty_weights(V, U, weight_t, dtype)
-    weights.write_weights(out, V, U, weight_t, _rounded_up(V.shape[2]))
+    site.write_weights(out, V, U, weight_t, _rounded_up(V.shape[2]))
     return out
 
 
@@ -167,24 +327,22 @@ def _empty_weights(V: Tensor, U: Tensor, weight_t: Tensor | None, dtype: torch.d
 
 # What operators are given is said once, by `_GIVEN`.
 def _operand(h: Tensor, x: Tensor | None, *inputs: Any) -> Tensor:
-    from narrowcast.workloads.decompose.components.kernels import (
-        operand,  # Triton is not everywhere
-    )
+    from narrowcast.workloads.decompose.components.kernels import site
 
     *mask, source_kind, source, delta_kind, delta, stream = inputs
     out = _empty_operand(h, x)
     how = {"sources": (source_kind, source), "deltas": (delta_kind, delta), "stream": stream}
-    operand.write_operand(out, h, x, *mask, **how)
+    site.write_operand(out, h, x, *mask, **how)
     return out
 
 
 def _operand_back(down: Tensor, h: Tensor, x: Tensor | None, *settings: Any) -> _Four:
-    from narrowcast.workloads.decompose.components.kernels import operand
+    from narrowcast.workloads.decompose.components.kernels import site
 
     *mask, source_kind, source, delta_kind, delta, stream = settings[:-4]
     to_importance, to_source, to_delta, to_operand = settings[-4:]
     dh, dg, ds, dd = _empty_gradients(down, h, x, *settings)
-    matched = operand.write_gradients(
+    matched = site.write_gradients(
         down,
         h,
         x,

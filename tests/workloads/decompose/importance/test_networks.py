@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from narrowcast.kernels.launch import interpreted
-from narrowcast.workloads.decompose.components.kernels import mlp  # noqa: F401  # interpreted
-from narrowcast.workloads.decompose.components.scalar_mlp import scalar_mlp
+from narrowcast.workloads.decompose.components.kernels import importance  # noqa: F401  # interpreted
+from narrowcast.workloads.decompose.importance.networks import scalar_mlp
 
 DEVICE = "cpu" if interpreted() else "cuda"
 # The GELU of the kernels is that of Abramowitz and Stegun, see tests/kernels/test_gelu.py.
