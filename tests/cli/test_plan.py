@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from narrowcast.cli.entry import run_command
-from narrowcast.cli.view.layer_table import print_plan
+from narrowcast.cli.view.plan_view import print_plan
 from narrowcast.hardware import detect_hardware
 from narrowcast.runner.assemble import planned
 from narrowcast.workloads import build_task, load_recipe

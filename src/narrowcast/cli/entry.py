@@ -21,8 +21,7 @@ from narrowcast.cli.output import OutputLostError, open_output, outlive_output
 from narrowcast.cli.plan import plan
 from narrowcast.cli.recipes import recipes, schema
 from narrowcast.cli.report import compare, report
-from narrowcast.cli.train import resume, train
-from narrowcast.cli.verify_resume import verify_resume
+from narrowcast.cli.train import resume, train, verify_resume
 from narrowcast.cli.watch import watch
 from narrowcast.config.registry import Registry
 from narrowcast.errors import ConfigError, NarrowcastError
@@ -122,7 +121,7 @@ def main() -> NoReturn:
 
 
 def run_command(overrides: Sequence[str]) -> int:
-    """Run `words`, say on stderr what went wrong if anything did, and return the exit code.
+    """Run the command in `overrides`, print errors on stderr, and return the exit code.
 
     An exception that is none of ours is a bug, and keeps its traceback.
     """
@@ -153,6 +152,6 @@ def run_command(overrides: Sequence[str]) -> int:
 
 
 def _complain(text: str) -> None:
-    """Say `text` on stderr, if there is anybody to hear it."""
+    """Print `text` on stderr, unless stderr is lost."""
     with contextlib.suppress(OutputLostError):
         click.echo(text, err=True)

@@ -38,10 +38,13 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
         by_task = decided(loaded, hardware)
         loaded = by_task.loaded
         plans = planned(loaded.recipe, hardware)
-    from narrowcast.cli.view.layer_table import print_plan
-    from narrowcast.cli.view.phases import print_phases, titles
-    from narrowcast.cli.view.strategy import print_strategy
-    from narrowcast.cli.view.task_row import print_task_row
+    from narrowcast.cli.view.plan_view import (
+        print_phases,
+        print_plan,
+        print_strategy,
+        print_task_row,
+        titles,
+    )
     from narrowcast.runner.plan_json import strategy_row
 
     if as_json:

@@ -1,8 +1,13 @@
 """`narrowcast report` and `narrowcast compare`: the page of a run, and runs side by side."""
 
+from typing import TYPE_CHECKING
+
 import click
 
 from narrowcast.cli.options import json_option, run_argument
+
+if TYPE_CHECKING:
+    from narrowcast.report.compare.comparison import Comparison
 
 
 @click.command()
@@ -52,13 +57,38 @@ def compare(
     if as_json:
         click.echo(strict_json.dumps(comparison.to_json(), indent=2))
     else:
-        from narrowcast.cli.view.compare_table import print_comparison
-        from narrowcast.cli.view.screen import screen
-
-        print_comparison(screen(), comparison)
+        _print_comparison(comparison)
     if page is not None:
         from narrowcast.report.compare.page import write_comparison
 
         written = write_comparison(comparison, page)
         if not as_json:
             click.echo(str(written))
+
+
+def _print_comparison(comparison: "Comparison") -> None:
+    """Print the headline, the table and the notes of a comparison."""
+    from rich.text import Text
+
+    from narrowcast.cli.view.screen import new_table, say, screen
+    from narrowcast.report.compare.comparison import INTERVAL
+    from narrowcast.report.compare.rows import headline, rows, titles
+
+    console = screen()
+    console.print(Text(headline(comparison), style="bold"))
+    console.print()
+    table = new_table()
+    table.add_column("runs", overflow="fold")
+    fields = titles(comparison)
+    for title in ("seeds", *fields.values()):
+        table.add_column(title, justify="right")
+    for row in rows(comparison):
+        cells = (row.label, row.seeds, *(getattr(row, field) for field in fields))
+        table.add_row(*cells, style="bold" if row.best else "")
+    console.print(table)
+    console.print()
+    if any(len(group.seeds) > 1 for group in comparison.groups):
+        say(console, "±", INTERVAL)
+    say(console, "seconds", "time spent in training steps, excluding evaluations and checkpoints")
+    for note in comparison.notes:
+        say(console, "note", Text(note, style="yellow"))

@@ -1,4 +1,4 @@
-"""`narrowcast train` and `narrowcast resume`: a run from its recipe or checkpoint to its report."""
+"""`narrowcast train`, `resume` and `verify-resume`: runs from recipe or checkpoint to report."""
 
 from pathlib import Path
 
@@ -6,6 +6,9 @@ import click
 
 from narrowcast.cli.options import overrides_argument, quiet_option, recipe_argument, run_argument
 from narrowcast.errors import ConfigError
+
+NOT_EQUAL = 1
+"""The exit code of a check that ran and found a difference, as of diff and cmp."""
 
 
 @click.command()
@@ -34,10 +37,8 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
     loaded = load_recipe(recipe, overrides)
     console = lasting_screen(quiet=quiet)
     with out_dir(loaded.recipe.name, out) as place, working(console, "building the model"):
-        from narrowcast.cli.run_loop import run_loop
-        from narrowcast.cli.view.strategy import print_strategy
-        from narrowcast.cli.view.summary import introduce
-        from narrowcast.cli.view.task_row import print_task_row
+        from narrowcast.cli.run_loop import introduce, run_loop
+        from narrowcast.cli.view.plan_view import print_strategy, print_task_row
         from narrowcast.runner.plan_json import strategy_row
         from narrowcast.runner.run import train as begin
 
@@ -83,8 +84,7 @@ def resume(folder: str, overrides: tuple[str, ...], accept: tuple[str, ...], qui
 
     console = lasting_screen(quiet=quiet)
     with working(console, "loading the run"):
-        from narrowcast.cli.run_loop import run_loop
-        from narrowcast.cli.view.summary import already_done, introduce
+        from narrowcast.cli.run_loop import already_done, introduce, run_loop
         from narrowcast.runner.finished import finished
         from narrowcast.runner.run import resume as take_up
 
@@ -99,8 +99,65 @@ def resume(folder: str, overrides: tuple[str, ...], accept: tuple[str, ...], qui
         say(
             console,
             "from",
-            f"step {step}" if step else ("the beginning, because there is no checkpoint yet"),
+            f"step {step}" if step else "the beginning, because there is no checkpoint yet",
         )
         for notice in run.notices:
             say(console, "note", notice, style="yellow")
         run_loop(run, console=console)
+
+
+@click.command("verify-resume")
+@recipe_argument
+@overrides_argument
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(),
+    help="Keep both runs in this folder. By default they are kept only if they differ.",
+)
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    help="Random seed that picks the step at which the run is killed.",
+)
+@quiet_option
+def verify_resume(
+    recipe: str, overrides: tuple[str, ...], out: str | None, seed: int, quiet: bool
+) -> None:
+    """Check that resuming a killed run is bit-exact.
+
+    Trains RECIPE twice: once without interruption, and once killed with kill -9 and resumed.
+
+    Exits with 0 if records, weights, optimizer state, loss scale and random state are identical,
+    and with 1 if anything differs.
+    """
+    import shutil
+    import tempfile
+
+    from narrowcast.cli.view.screen import screen, working
+    from narrowcast.workloads import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    console = screen(quiet=quiet)
+    folder = Path(out or tempfile.mkdtemp(prefix="narrowcast-"))
+    with working(console, "training twice"):
+        from narrowcast.training.checkpoints.verify import verify_resume as verify
+
+        requested = loaded.recipe
+        if not requested.is_settled:
+            from narrowcast.runner.assemble import assemble
+
+            requested = assemble(requested).recipe
+        check = verify(requested, [recipe, *overrides], folder=folder, seed=seed)
+    where = f"step {check.resumed_from}" if check.resumed_from else "the beginning"
+    course = f"killed after step {check.killed_after} of {check.steps}, resumed from {where}"
+    if not check.equal:
+        click.echo(
+            f"narrowcast: not equal: {course}: {check.difference}. Both runs are in {folder}",
+            err=True,
+        )
+        click.get_current_context().exit(NOT_EQUAL)
+    if out is None:
+        shutil.rmtree(folder)
+    console.print(f"equal, bit for bit: {course}", style="green", soft_wrap=True)

@@ -1,6 +1,6 @@
 """What a strategy does is strategy_line in a line, with what it was judged by."""
 
-from narrowcast.cli.view.strategy import strategy_line
+from narrowcast.cli.view.progress import strategy_line
 from narrowcast.runs import StrategyRecord
 from narrowcast.runs.task_info import TaskInfo
 

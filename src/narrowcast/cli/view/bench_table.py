@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +11,7 @@ from narrowcast.bench.figures import result_rows
 from narrowcast.bench.rounds import Figures
 from narrowcast.bench.zoo.running import Zoo
 from narrowcast.bench.zoo.ways import AMP
+from narrowcast.cli.view.screen import new_table
 from narrowcast.report.phrases import large, size
 
 GIB = 2**30
@@ -23,7 +23,7 @@ def print_figures(console: Console, figures: Figures) -> None:
     rows = result_rows(figures.results, baseline=figures.baseline)
     units = list(dict.fromkeys(unit for row in rows for unit in row.rates))
     rates = [f"{unit}/s" for unit in units]
-    table = _new_table(["contender", "ms", "quartiles", "speed", *rates, "peak", "first step"])
+    table = _table(["contender", "ms", "quartiles", "speed", *rates, "peak", "first step"])
     for row in rows:
         low, high = row.quartiles
         first = row.facts.get("first_step_seconds")
@@ -57,9 +57,7 @@ def print_models(console: Console, zoo: Zoo) -> None:
     """Print the table of `bench models`, rows that failed, and what was left out."""
     data = zoo.data
     rows = data["rows"]
-    table = _new_table(
-        ["model", "way", "mode", "ms", "× AMP", "GiB", "first step", "loss after 30"]
-    )
+    table = _table(["model", "way", "mode", "ms", "× AMP", "GiB", "first step", "loss after 30"])
     previous = ""
     for row in (row for row in rows if not row["failure"]):
         speed = speed_against_amp(row, rows)
@@ -107,8 +105,8 @@ def _set_up_alone(row: Mapping[str, Any]) -> bool:
     return bool(row.get("together", 1) == 1)  # older files do not have it
 
 
-def _new_table(columns: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+def _table(columns: Sequence[str]) -> Table:
+    table = new_table()
     for name in columns:
         justify: Any = "left" if name in TEXT_COLUMNS else "right"
         table.add_column(name, justify=justify, overflow="fold")

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from narrowcast.cli.view.screen import say, say_command
+from narrowcast.cli.view.screen import new_table, say, say_command
 from narrowcast.hardware import Hardware, Speeds
 from narrowcast.report.phrases import size
 
@@ -35,7 +33,7 @@ def print_device(console: Console, hardware: Hardware) -> None:
     if hardware.capability:
         about += f", compute capability {hardware.capability[0]}.{hardware.capability[1]}"
     console.print(Text.assemble((hardware.name, "bold"), about))
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = new_table()
     table.add_column("format", no_wrap=True)
     table.add_column("products", no_wrap=True)
     table.add_column("reason", style="dim")
@@ -55,7 +53,7 @@ def print_speeds(console: Console, speeds: Speeds) -> None:
         f"  {tokens} tokens, forward and backward, compared with bf16; {speeds.gpu}, {speeds.date}"
     )
     console.print(Text.assemble(("fp8 linear layers, delayed scaling", "bold"), about))
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = new_table()
     table.add_column("in \\ out", no_wrap=True)
     for outputs in speeds.outputs:
         table.add_column(str(outputs), justify="right")

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from narrowcast.cli.view.screen import is_live
-from narrowcast.cli.view.strategy import strategy_line
+from narrowcast.report.phrases import count, measured, said
 from narrowcast.runner.progress import measures, numbers
 from narrowcast.runs import (
     EvalRecord,
@@ -105,6 +105,29 @@ class RunDisplay:
         trace: TracebackType | None,
     ) -> None:
         self._meter.close()
+
+
+def strategy_line(record: StrategyRecord, task: TaskInfo) -> str:
+    """Write what a strategy did in one line; nothing where that is no news."""
+    match record.event:
+        case "phase":
+            steps = count(int(record.values["steps"]), "step")
+            return f"step {record.step}: {record.what}, {steps}: {record.why}"
+        case "jump":
+            return f"step {record.step}: jump by {record.what}: {record.why}"
+        case "readout" if len(record.values) > 1:
+            metric = task.headline
+            each = [f"{name} {measured(metric, y)}" for name, y in record.values.items()]
+            return (
+                f"step {record.step} returned weights: {record.what} ({', '.join(each)}): "
+                f"{record.why}"
+            )
+        case "baseline":
+            metric, step = task.headline, int(record.values["step"])
+            y = measured(metric, record.values[metric.name])
+            return f"plain run, step {step}: {said(metric.name)} {y}"
+        case _:
+            return ""
 
 
 class _Meter(Protocol):

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -35,8 +36,13 @@ def lasting_screen(*, quiet: bool = False) -> Console:
 
 
 def is_live(console: Console) -> bool:
-    """Say whether lines that have been printed can be drawn again."""
+    """Return whether lines that have been printed can be drawn again."""
     return console.is_interactive and not console.quiet and console.file.isatty()
+
+
+def new_table() -> Table:
+    """Return an empty table in the one style that all verbs print."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
 
 
 def say(console: Console, label: str, text: str | Text, *, style: str = "dim") -> None:

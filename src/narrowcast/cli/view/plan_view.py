@@ -1,22 +1,25 @@
-"""A plan as a table: a row for each module or block of modules, then what they come to.
+"""A plan for people: what the task and the strategy set, the phases, and a table of the modules.
 
 Where there is room every row has its reason; on a narrow terminal reasons, which are few and long,
 get a letter each and stand below.
 """
 
+from collections.abc import Mapping, Sequence
 from string import ascii_lowercase
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from narrowcast.cli.view.screen import say
+from narrowcast.cli.view.screen import new_table, say
+from narrowcast.config import Recipe
 from narrowcast.precision.plan.fusing import piece_lines
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.report.layers import Layer, bare_reason, layers, width
 from narrowcast.report.phrases import count, large, size
+from narrowcast.report.settings_text import written
+from narrowcast.training.phase_plans import get_phases, phases_json
 
 COLOURS = {"full": "", "half": "cyan", "eight": "magenta", "four": "red", "other": ""}
 HOW_COLOURS = {"native": "green", "emulated": "yellow", "unchanged": "dim"}
@@ -30,6 +33,56 @@ ROLES = {
 ROOM_FOR_REASONS = 150
 """Columns from which most reasons fit beside the eight columns before them."""
 ROOM_FOR_KINDS = 96
+
+
+def print_task_row(console: Console, row: Mapping[str, Any]) -> None:
+    """Say which row it was, why, what it has set, and who has set the rest."""
+    size = f"{row['size']} ({large(row['parameters'])} parameters)"
+    say(console, "task", f"{row['task']}, {size}, {row['hardware']}: {row['why']}")
+    say(console, "why", row["reason"])
+    by_task, by_others = list[str](), list[str]()
+    for key, entry in row["settings"].items():
+        text = f"{key}={written(entry['value'])}"
+        if entry["origin"] == f"task {row['task']}":
+            by_task.append(text)
+        else:
+            by_others.append(f"{text} ({entry['origin']})")
+    say(console, "sets", ", ".join(by_task) or "nothing, because every setting is set already")
+    if by_others and by_task:
+        say(console, "not set", ", ".join(by_others))
+    for text in row["left_out"]:
+        say(console, "left out", text)
+
+
+def print_strategy(console: Console, row: Mapping[str, Any] | None) -> None:
+    """Say what a strategy does and what it keeps; nothing for plain training."""
+    if row is None:
+        return
+    stored = {name: size(n) for name, n in row["bytes"].items() if n}
+    more = "; ".join(f"{name} {n}" for name, n in stored.items())
+    say(
+        console, "strategy", f"{row['name']}, {row['preset']}" + (f"; keeps {more}" if more else "")
+    )
+    for sentence in row["lines"]:
+        say(console, "", sentence)
+
+
+def print_phases(console: Console, recipe: Recipe, plans: Sequence[Plan]) -> None:
+    """Say which policy holds until when; nothing for a run that has one policy."""
+    for number, phase in enumerate(phases_json(recipe, plans).get("phases", []), start=1):
+        memory = size(sum(phase["bytes"].values()))
+        text = f"{phase['policy']}, until {phase['until']}; {memory} and activations"
+        say(console, f"phase {number}", text)
+    if len(plans) > 1:
+        console.print()
+
+
+def titles(recipe: Recipe) -> list[str]:
+    """Return what stands above the table of each phase."""
+    phases = get_phases(recipe.precision)
+    if len(phases) == 1:
+        return [recipe.name]
+    return [f"{recipe.name}, phase {n} of {len(phases)}" for n in range(1, len(phases) + 1)]
 
 
 def print_plan(console: Console, plan: Plan, *, title: str, every: bool) -> None:
@@ -98,7 +151,7 @@ def _narrow_table(rows: list[Layer], letters: dict[str, str], *, kinds: bool) ->
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = new_table()
     for name in columns:
         table.add_column(name, no_wrap=name != "module", overflow="fold")
     return table
