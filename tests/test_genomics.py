@@ -63,7 +63,7 @@ def test_a_name_that_two_sections_have_is_refused(tmp_path):
 
 
 def test_a_name_that_no_section_has_is_refused_when_it_runs(tmp_path):
-    with pytest.raises(ConfigError, match="did you mean"):
+    with pytest.raises(ConfigError, match="Did you mean"):
         VariantEffect(out=tmp_path / "r", max_lenght=5).run()
 
 

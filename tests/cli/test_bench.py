@@ -59,7 +59,7 @@ def test_json_alone_goes_to_stdout_and_the_rest_to_stderr(narrowcast, tiny):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["step", "quickstart", "stesp=3"], "did you mean steps"),
+        (["step", "quickstart", "stesp=3"], "Did you mean steps"),
         (["step", "quickstart", "--peers", "torch-fp23"], "Did you mean torch-fp32"),
         (["step", "--json", "lm/gpt-350m"], "Put --json last"),
         (["step", "--json", "no-such-folder/a.json"], "there is no folder 'no-such-folder'"),

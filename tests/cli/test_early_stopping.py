@@ -78,7 +78,7 @@ def test_a_resumed_run_ends_with_the_same_best(resumed_halfway, tiny):
             ["eval.every=2", "eval.min_delta=0.1"],
             "eval.min_delta=0.1: min_delta has no effect without patience",
         ),
-        (["eval.every=2", "eval.patience=-1"], "needs a whole number of at least 0"),
+        (["eval.every=2", "eval.patience=-1"], "must be at least 0"),
     ],
 )
 def test_patience_that_nothing_could_come_of_is_refused(narrowcast, tiny, words, message):

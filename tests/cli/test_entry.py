@@ -37,7 +37,7 @@ def test_a_misspelt_setting_is_answered_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0
-    assert "stesp=3: no such setting; did you mean steps" in done.stderr
+    assert "stesp=3: no such setting. Did you mean steps" in done.stderr
 
 
 def test_help_takes_less_than_half_a_second():

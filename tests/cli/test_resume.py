@@ -125,7 +125,7 @@ def test_a_run_without_a_checkpoint_begins_again_in_its_folder(narrowcast, done)
         ("seed=1", "other values were given for seed (it is 0)"),
         ("precision.policy=fp32", "other values were given for precision.policy (it is fp16)"),
         ("data.length=8", "other values were given for data.length (it is 16)"),
-        ("stesp=9", "no such setting; did you mean steps"),
+        ("stesp=9", "no such setting. Did you mean steps"),
         ("steps=1", "the run is at step 4 already; write steps=4 or more"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(narrowcast, tiny, t
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["stesp=3"], 2, "no such setting; did you mean steps"),
+        (["stesp=3"], 2, "no such setting. Did you mean steps"),
         (["precision.policy=fp17"], 2, "no preset 'fp17' (did you mean fp16?)"),
         (["precision.policy=fp8-row", "precision.emulate=false"], 3, "but emulate=false was set"),
         (["precision.overrides={nosuch.*: fp32}"], 2, "nosuch.*: fp32 matches no module"),
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_refused_before_there_is_a_folder(
 def test_a_recipe_that_is_not_there_is_bad_input(narrowcast):
     ended = narrowcast("train", "quikstart")
     assert ended.code == 2
-    assert "did you mean quickstart" in ended.err
+    assert "Did you mean quickstart" in ended.err
 
 
 def test_a_run_that_only_overflows_ends_with_4_and_says_where_to_look(narrowcast, tiny, tmp_path):

@@ -18,7 +18,7 @@ def test_a_recipe_that_changes_its_policy_resumes_bit_for_bit_and_leaves_nothing
 def test_a_bad_setting_is_refused_before_anything_runs(narrowcast, tiny):
     ended = narrowcast("verify-resume", tiny, "stesp=3")
     assert ended.code == 2
-    assert "did you mean steps" in ended.err
+    assert "Did you mean steps" in ended.err
 
 
 @pytest.mark.parametrize("again", ["blocks", "selective"])

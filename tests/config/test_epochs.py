@@ -66,13 +66,13 @@ def test_the_last_who_says_how_long_a_run_is_is_right(recipe, length, words, ste
 @pytest.mark.parametrize(
     ("length", "words", "message"),
     [
-        ("steps: 20\nepochs: 3", [], "mine.yaml:4: epochs: steps is set too"),
-        ("", ["steps=20", "epochs=3"], "epochs=3: steps is set too"),
-        ("", [], "steps: not set; write steps=VALUE"),
+        ("steps: 20\nepochs: 3", [], "mine.yaml:4: epochs: steps and epochs are both set"),
+        ("", ["steps=20", "epochs=3"], "epochs=3: steps and epochs are both set"),
+        ("", [], "steps: not set. Write steps=VALUE"),
         ("epochs: 3", ["epochs=none"], "steps: not set"),
-        ("epochs: 0", [], "epochs: needs a whole number of at least 1"),
-        ("epochs: 1.5", [], "epochs: needs a whole number"),
-        ("epochs: 9999999", [], "of at most 1000000"),
+        ("epochs: 0", [], "epochs: must be at least 1"),
+        ("epochs: 1.5", [], "epochs: must be a whole number"),
+        ("epochs: 9999999", [], "must be at most 1000000"),
     ],
 )
 def test_both_none_and_nonsense_are_refused(recipe, length, words, message):
@@ -90,5 +90,5 @@ def test_what_does_not_fit_so_many_steps_is_said_once_they_are_known(recipe):
 
 
 def test_more_steps_than_a_run_may_have_are_said(recipe):
-    with pytest.raises(ConfigError, match="a run has 1 to"):
+    with pytest.raises(ConfigError, match="must give 1 to"):
         recipe("epochs: 1000000").recipe.for_samples(10**9)

@@ -70,11 +70,11 @@ def test_what_resolved_json_keeps_gives_the_same_recipe_again(load):
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("ica.componets=3", r"no such setting; did you mean components\?"),
-        ("ica.components=0", "needs a whole number of at least 1"),
+        ("ica.componets=3", r"no such setting. Did you mean components\?"),
+        ("ica.components=0", "must be at least 1"),
         ("ica.kept=30", "write kept=20"),
-        ("ica=3", r"ica is a section; write ica\.components=3"),
-        ("icb.components=3", r"did you mean ica\? Write ica\.components=3"),
+        ("ica=3", r"ica is a section. Write ica\.components=3"),
+        ("icb.components=3", r"Did you mean ica\? Write ica\.components=3"),
     ],
 )
 def test_what_is_wrong_in_it_is_said(load, word, said):

@@ -2,10 +2,7 @@ import os
 
 import pytest
 
-from narrowcast.config import globs
-from narrowcast.config.globs import matching
-from narrowcast.errors import ConfigError
-from narrowcast.workloads.lm.text import read_text
+from narrowcast.config.files import matching
 
 
 @pytest.fixture
@@ -32,15 +29,6 @@ def test_a_glob_matches_what_pathlib_matches(tree, glob):
 
     assert matching(Path(glob)) == sorted(set(Path().glob(glob)))
     assert matching(tree / glob) == sorted(set(tree.glob(glob)))
-
-
-def test_a_walk_that_sees_too_much_is_ended_in_words(tree, monkeypatch):
-    with pytest.raises(OSError, match="more than 5 files and folders to look at"):
-        matching(tree / "**/none-*", most_seen=5)
-    assert len(matching(tree / "*", most_seen=7)) == 7
-    monkeypatch.setattr(globs.matching, "__kwdefaults__", {"most_seen": 5})
-    with pytest.raises(ConfigError, match=r"look at; write a narrower glob"):
-        read_text([f"{tree}/**/none-*"])
 
 
 def test_a_folder_that_may_not_be_read_is_passed_over(tree):

@@ -177,13 +177,13 @@ def test_all_problems_are_said_at_once(refusal):
     head, *problems = message.splitlines()
     assert head == f"{len(problems)} problems in the recipe:"
     for start in [
-        "quick.yaml:4: steps: given twice",
-        "stesp=3: no such setting; did you mean steps",
-        "steps: not KEY=VALUE",
+        "quick.yaml:4: steps is set twice",
+        "stesp=3: no such setting. Did you mean steps",
+        "steps: must be KEY=VALUE",
         "model=big: model is a section",
-        "seed=-1: needs",
-        "optimizer.lr=abc: needs a number",
-        "data.workers=-1: needs",
+        "seed=-1: must be",
+        "optimizer.lr=abc: must be a number",
+        "data.workers=-1: must be",
         "precision.loss_scale.min_scale=9: min_scale must be at most max_scale, got 9 and 3",
         "optimizer.momentum=.9: adamw has no momentum",
     ]:
@@ -195,21 +195,22 @@ def test_a_setting_found_wrong_is_not_complained_about_twice(refusal):
     # Without its bad ceiling, the scale's default ceiling would lie below the first scale.
     message = refusal("precision.loss_scale.init_scale=1e30", "precision.loss_scale.max_scale=-1")
     assert "\n" not in message
-    assert message.startswith("precision.loss_scale.max_scale=-1: needs a number")
+    assert message.startswith("precision.loss_scale.max_scale=-1: must be at least")
 
 
-def test_an_unknown_workload_is_said_together_with_the_other_problems(refusal):
+def test_an_unknown_workload_is_reported_before_the_settings_it_decides_on(refusal):
     message = refusal("workload=tyo", "stesp=3", "model.widht=3")
-    assert "  workload=tyo: no such workload; did you mean toy?" in message
-    assert "  stesp=3: no such setting; did you mean steps" in message
+    assert message.startswith("workload=tyo: no such workload; did you mean toy?")
+    assert "workload: must name a workload, got none. Write e.g. workload=lm" in refusal(
+        text="seed: 1"
+    )
+
+
+def test_what_must_be_set_is_requested(refusal):
+    message = refusal(text="workload: toy\n")
     assert message.startswith("2 problems")
-
-
-def test_what_must_be_set_is_asked_for(refusal):
-    message = refusal(text="seed: 1\n")
-    assert message.startswith("3 problems")
-    for key in ("workload", "steps", "batch_size"):
-        assert f"quick.yaml: {key}: not set; write {key}=VALUE" in message
+    for key in ("steps", "batch_size"):
+        assert f"quick.yaml: {key}: not set. Write {key}=VALUE" in message
 
 
 SETTINGS = [*CommonSettings.model_fields, "data", "model"]

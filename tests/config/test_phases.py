@@ -56,24 +56,23 @@ def test_a_resolved_schedule_is_read_back():
 @pytest.mark.parametrize(
     ("phase", "said"),
     [
-        ({"polcy": "fp32", "until": 3}, "phase 1: polcy: no such setting; did you mean policy?"),
-        ({"xyz": 1, "until": 3}, "a phase has policy, overrides, until"),
-        ({"policy": 3, "until": 3}, "phase 1: policy is 3; write a preset"),
-        ({"policy": "", "until": 3}, "phase 1: policy is ''"),
-        ({"overrides": {"head": 1}, "until": 3}, "write {head: bf16}, a policy for each glob"),
-        ({"policy": "fp32"}, "phase 1 has no end; write until: a step (100)"),
-        ({"until": "110%"}, "110% is no share of the run"),
-        ({"until": "0%"}, "0% is no share of the run"),
-        ({"until": "half"}, "until: 'half' is no end; write a step (100)"),
-        ({"until": True}, "until: true is no end"),
-        ({"until": 0}, "until: 0 is no step; the first is 1"),
-        ({"until": 1.5}, "until: 1.5 is no share of the run; write a whole step"),
-        ({"until": {"calm": 0}}, "calm is 0; write how many steps"),
-        ({"until": {"calm": 2.5}}, "calm is 2.5; write how many steps"),
-        ({"until": {"loss_below": "x"}}, "loss_below is 'x'; write a number"),
-        ({"until": {"calm": 3, "loss_below": 1}}, "is no condition; write {calm: 500}"),
-        ({"until": {}}, "is no condition; write {calm: 500}"),
-        ("fp32", "phase 1 is 'fp32'; write {policy: bf16, until: 30%}"),
+        ({"polcy": "fp32", "until": 3}, "item 1: polcy is not a setting. Did you mean policy?"),
+        ({"xyz": 1, "until": 3}, "The settings are policy, overrides, until"),
+        ({"policy": 3, "until": 3}, "item 1: policy must be text"),
+        ({"policy": "", "until": 3}, "item 1: policy must have at least 1 character"),
+        ({"overrides": {"head": 1}, "until": 3}, "item 1: overrides: head must be text, got 1"),
+        ({"policy": "fp32"}, "phase 1 has no end. Write until: a step (100)"),
+        ({"until": "110%"}, "item 1: until must be the end of the phase: a step (100), a fraction"),
+        ({"until": "0%"}, "phase 1 would end at step 0"),
+        ({"until": "half"}, "for the last phase, got 'half'"),
+        ({"until": True}, "for the last phase, got true"),
+        ({"until": 0}, "for the last phase, got 0"),
+        ({"until": 1.5}, "for the last phase, got 1.5"),
+        ({"until": {"calm": 0}}, 'for the last phase, got {"calm": 0}'),
+        ({"until": {"loss_below": "x"}}, "item 1: until must be the end of the phase"),
+        ({"until": {"calm": 3, "loss_below": 1}}, "item 1: until must be the end of the phase"),
+        ({"until": {}}, "for the last phase, got {}"),
+        ("fp32", "item 1 must be a mapping, got 'fp32'. It has policy, overrides, until"),
     ],
 )
 def test_what_is_wrong_with_a_phase_is_said_with_what_to_write(phase, said):
@@ -81,25 +80,30 @@ def test_what_is_wrong_with_a_phase_is_said_with_what_to_write(phase, said):
 
 
 def test_all_problems_of_all_phases_are_said_at_once():
-    said = problems_of([{"polcy": "x", "until": "110%"}, {}, {"until": 5}], "steps=ten")
-    assert said.startswith("5 problems")
-    assert "phase 3, the last, lasts to the end of the run; leave its until out" in said
+    said = problems_of([{"polcy": "x", "until": "110%"}, {}], "steps=ten")
+    assert said.startswith("3 problems")
     assert "steps=ten" in said
 
 
+def test_only_the_last_phase_has_no_end():
+    said = problems_of([{"until": 3}, {}, {"until": 5}])
+    assert "phase 2 has no end" in said
+    assert "phase 3 is the last and lasts to the end of the run. Leave its until out" in said
+
+
 def test_a_schedule_that_is_no_list_is_refused():
-    assert "needs a list: a mapping with policy, overrides, until each" in problems_of("fp32")
+    assert "must be a list, got 'fp32'" in problems_of("fp32")
 
 
 def test_phases_that_would_have_no_step_are_refused():
     said = problems_of([{"until": 300}, {"until": 200}, {}])
-    assert "phase 1 would end at step 300 of 300, and nothing is left for the phase after" in said
+    assert "phase 1 would end at step 300 of 300, with no step left for the phase after" in said
     assert "phase 2 would end at step 200, and phase 1 does so at step 300" in said
     assert "phase 1 would end at step 0" in problems_of([{"until": "1%"}, {}], "steps=10")
 
 
 def test_a_run_cut_short_says_which_phase_is_lost():
-    assert "end it earlier" in problems_of([{"until": 100}, {}], "steps=50")
+    assert "End it earlier" in problems_of([{"until": 100}, {}], "steps=50")
     assert load([{"until": "30%"}, {}], "steps=50").recipe.precision.schedule
 
 

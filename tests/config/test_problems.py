@@ -22,29 +22,17 @@ def test_thousands_of_unknown_keys_are_summed_up(refusal):
     assert len(said.splitlines()) == 12
 
 
-def test_a_word_and_the_number_of_words_are_bounded(refusal):
-    assert "1001 words KEY=VALUE were given; write at most 1000" in refusal(*["steps=1"] * 1001)
+def test_long_texts_lists_and_names_raise_in_a_short_message(refusal):
     said = refusal("description=" + "x" * 10**6)
-    assert "1000012 characters are too long for a word" in said
+    assert "must have at most 4096 characters" in said
     assert len(said) < 300
-
-
-def test_long_texts_lists_and_names_are_refused_with_their_length(refusal):
-    assert "5000 characters are too many; write at most 4096" in refusal(
-        "description=" + "x" * 5000
-    )
     names = ", ".join(f"m{n}" for n in range(2000))
     said = refusal(f"precision.loss_scale.scale_groups=[{names}]")
-    assert "2000 entries are too many; write at most 1000" in said
-    assert "240 bytes are too long for the name of a folder" in refusal("name=" + "é" * 120)
-    assert "201 characters are too many; write at most 200" in refusal("name=" + "x" * 201)
+    assert "must have at most 1000 items" in said
+    assert "must have at most 200 bytes to name a folder, got 240" in refusal("name=" + "é" * 120)
+    assert "must have at most 200 characters" in refusal("name=" + "x" * 201)
 
 
-def test_integers_of_any_length_and_base_are_refused_in_words(refusal):
-    for value in ("9" * 5000, "0x" + "f" * 5000, "0o" + "7" * 9000):
-        assert "needs a whole number of at most 9223372036854775807" in refusal(f"seed={value}")
-    assert "needs a whole number of at least 0" in refusal("seed=-" + "9" * 5000)
-
-
-def test_brackets_are_counted_while_they_are_read(refusal):
-    assert "nested too deeply for a recipe" in refusal("optimizer.betas=" + "[" * 50_000)
+def test_integers_of_any_length_and_base_raise_in_words(refusal):
+    for value in ("9" * 5000, "0x" + "f" * 5000, "0o" + "7" * 9000, "-" + "9" * 5000):
+        assert "must be a whole number" in refusal(f"seed={value}")

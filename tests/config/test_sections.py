@@ -114,12 +114,12 @@ def test_a_recipe_made_in_python_keeps_its_workloads_sections_and_survives_pickl
 
 @pytest.mark.parametrize("name", ["steps", "optimizer", "precision", "further"])
 def test_a_section_that_every_recipe_has_cannot_be_a_workload_s_own(name):
-    with pytest.raises(ConfigError, match=f"cannot be called {name}: every recipe has"):
+    with pytest.raises(ConfigError, match=f"cannot be called {name}, which every recipe has"):
         Sections(data=DataSection, model=Section, **{name: Section})
 
 
 def test_a_section_is_called_as_a_key_is_written():
-    with pytest.raises(ConfigError, match="write small letters"):
+    with pytest.raises(ConfigError, match="Write small letters"):
         Sections(data=DataSection, model=Section, Ica=Section)
 
 

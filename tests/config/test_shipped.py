@@ -1,4 +1,4 @@
-from narrowcast.config.shipped import read_description, recipes_in
+from narrowcast.config.registry import read_description, recipes_in
 
 
 def test_a_recipe_is_called_after_its_place_in_the_folder(tmp_path):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from narrowcast.config import sources
-from narrowcast.config.shipped import recipes_in
+from narrowcast.config.registry import recipes_in
 from narrowcast.errors import ConfigError
 
 
@@ -54,12 +54,15 @@ def test_a_file_called_like_a_shipped_recipe_is_reached_through_its_path(recipes
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("quickstrt", "quickstrt: no such recipe; did you mean quickstart?"),
-        ("quickstart.yaml", "quickstart.yaml: no such file; did you mean quickstart?"),
-        ("gpt-1.3b", "did you mean lm/gpt-1.3b?"),
-        ("mien.yaml", "mien.yaml: no such file; did you mean mine.yaml?"),
-        ("xyzzy", "xyzzy: no such recipe; shipped recipes: quickstart, lm/gpt-1.3b; or name"),
-        ("no/such/place.yaml", "no/such/place.yaml: no such file; shipped recipes:"),
+        ("quickstrt", "quickstrt: no such recipe. Did you mean quickstart?"),
+        ("quickstart.yaml", "quickstart.yaml: no such file. Did you mean quickstart?"),
+        ("gpt-1.3b", "Did you mean lm/gpt-1.3b?"),
+        ("mien.yaml", "mien.yaml: no such file. Did you mean mine.yaml?"),
+        (
+            "xyzzy",
+            "xyzzy: no such recipe. Name a YAML file or a shipped recipe: quickstart, lm/gpt-1.3b",
+        ),
+        ("no/such/place.yaml", "no/such/place.yaml: no such file. Name a YAML file or"),
         ("", r"\(nothing\): no such recipe"),
         ("mine.yaml/x", "no such recipe"),
     ],
@@ -72,14 +75,14 @@ def test_an_unknown_source_is_refused_with_what_there_is(recipes, source, messag
 
 def test_a_folder_is_refused_with_a_file_in_it(recipes):
     (recipes / "mine.yaml").write_text("steps: 3\n")
-    with pytest.raises(ConfigError, match=r"is a folder, .*name a file, e.g. mine.yaml"):
+    with pytest.raises(ConfigError, match=r"must be a file, got the folder .*Name e.g. mine.yaml"):
         read_source(".")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfea", b"steps: 3\x00", bytes(range(256))])
 def test_a_binary_file_is_refused(recipes, content):
     (recipes / "x.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"x.yaml is not UTF-8 text, so it is not a recipe"):
+    with pytest.raises(ConfigError, match=r"must be UTF-8 text, which x.yaml is not"):
         read_source("x.yaml")
 
 
@@ -105,7 +108,7 @@ def test_a_link_in_a_circle_is_no_misspelling_of_itself(recipes):
     with pytest.raises(ConfigError) as caught:
         read_source("l1.yaml")
     assert str(caught.value) == (
-        "cannot read the recipe l1.yaml: Too many levels of symbolic links; name a YAML file"
+        "cannot read the recipe l1.yaml: Too many levels of symbolic links. Name a YAML file"
     )
 
 

@@ -14,19 +14,19 @@ def workload(**settings):
 
 @pytest.mark.parametrize("name", ["train", "schema", "verify-resume"])
 def test_a_workload_cannot_be_called_as_a_verb_is(name):
-    with pytest.raises(ConfigError, match=f"`narrowcast {name}` is a command of its own"):
+    with pytest.raises(ConfigError, match=f"because `narrowcast {name}` exists"):
         workload(name=name)
 
 
 @pytest.mark.parametrize("name", ["", "My Toy", "lm/toy", "-x"])
 def test_a_name_is_one_that_can_be_typed(name):
-    with pytest.raises(ConfigError, match="write small letters"):
+    with pytest.raises(ConfigError, match="Write small letters"):
         workload(name=name)
 
 
 @pytest.mark.parametrize("field", ["sections", "task", "report"])
 def test_a_part_is_named_by_module_and_attribute(field):
-    with pytest.raises(ConfigError, match=f"{field} of workload toy is 'json'; write it as module"):
+    with pytest.raises(ConfigError, match=f"{field} of workload toy must be module:attribute"):
         workload(**{field: "json"})
 
 
@@ -39,11 +39,11 @@ def command(name="knit", place="json:dumps"):
     [
         (
             [command("train")],
-            "a command of workload toy cannot be called train: `narr",
+            "a command of workload toy cannot be called train, because `narr",
         ),
-        ([command("My Toy")], "a command of workload toy cannot be called 'My Toy'; write small"),
-        ([command(), command()], "workload toy has two commands called knit; keep one"),
-        ([command(place="json")], "command knit of workload toy is 'json'; write it as module"),
+        ([command("My Toy")], "a command of workload toy cannot be called 'My Toy'. Write small"),
+        ([command(), command()], "workload toy has two commands called knit. Keep one"),
+        ([command(place="json")], "command knit of workload toy must be module:attribute"),
     ],
 )
 def test_a_command_has_a_free_name_and_a_place(commands, said):
@@ -72,7 +72,7 @@ def test_what_is_not_installed_is_an_error_that_names_the_extra():
     toy = workload(requires=("no_such_module", "json"), extra="toys", distribution="toy-shop")
     with pytest.raises(
         UnsupportedError,
-        match=r"workload toy needs no_such_module; write pip install 'toy-shop\[toys\]'",
+        match=r"workload toy needs no_such_module. Run pip install 'toy-shop\[toys\]'",
     ):
         toy.load("task")
 

@@ -151,7 +151,7 @@ def test_a_run_goes_on_with_what_its_task_decided_when_it_began(tmp_path, bare):
 
 
 def test_a_task_that_there_is_not_is_refused_with_a_suggestion(bare):
-    with pytest.raises(ConfigError, match="did you mean generation"):
+    with pytest.raises(ConfigError, match="Did you mean generation"):
         nc.load_recipe(bare, ["precision.task=generatoin"])
 
 

@@ -31,13 +31,13 @@ def test_every_setting_of_a_workload_is_described(workload):
 
 
 def test_an_unknown_workload_is_refused_with_those_there_are():
-    known = r"as .knitting.; there are: decompose, genomics, lm, sft, tutorial"
+    known = r"workload .knitting.. Write one of decompose, genomics, lm, sft, tutorial"
     with pytest.raises(ConfigError, match=known):
         workload_sections("knitting")
 
 
 def test_a_misspelt_workload_is_refused_with_a_suggestion():
-    with pytest.raises(ConfigError, match=r"workload=lmm: .*did you mean lm\?"):
+    with pytest.raises(ConfigError, match=r"workload=lmm: .*Did you mean lm\?"):
         load_recipe("quickstart", ["workload=lmm"])
 
 

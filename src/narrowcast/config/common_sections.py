@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from narrowcast.config.limits import (
     LARGEST_FP32,
@@ -15,11 +16,10 @@ from narrowcast.config.limits import (
     MOST_ENTRIES,
     MOST_MICRO_BATCHES,
     MOST_OVERRIDES,
-    MOST_STEPS,
     SMALLEST_SCALE,
 )
-from narrowcast.config.phases import PolicyText, Schedule
-from narrowcast.config.section import Section, check_conflicts
+from narrowcast.config.phases import PhaseSection, PolicyText, check_ends
+from narrowcast.config.section import Conflict, Section, Steps, StepsOrZero
 
 Piece = Literal["loss", "gelu", "layer_norm", "mask", "rms_norm", "rotary", "swiglu"]
 Fuse = Literal["auto", "none"] | Annotated[tuple[Piece, ...], Field(max_length=MOST_ENTRIES)]
@@ -40,7 +40,7 @@ OBEYED_BY: dict[str, frozenset[str]] = {
 
 
 def _power_of_two(value: float) -> float:
-    """Refuse a factor that would not scale exactly."""
+    """Raise for a factor that would not scale exactly."""
     mantissa, exponent = math.frexp(value)
     if mantissa != 0.5:
         raise ValueError(f"must be a power of two. Write {math.ldexp(0.5, exponent):g}")
@@ -77,20 +77,16 @@ class OptimizerSection(Section):
         description="use torch's fused optimizer kernel; none: if the device supports it",
     )
 
-    @model_validator(mode="after")
-    def _is_obeyed(self) -> Self:
-        """Refuse a setting the chosen optimizer would ignore."""
-        defaults = type(self).model_fields
-        check_conflicts(
-            [
-                ((key, "name"), f"{self.name} has no {key}. Leave {key} out, or choose {takers}")
-                for key in ("betas", "eps", "momentum", "fused")
-                if key not in OBEYED_BY[self.name]
-                and getattr(self, key) not in (defaults[key].default, False)
-                and (takers := " or ".join(name for name in OBEYED_BY if key in OBEYED_BY[name]))
-            ]
-        )
-        return self
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield settings that the chosen optimizer would ignore."""
+        for key in ("betas", "eps", "momentum", "fused"):
+            default = type(self).model_fields[key].default
+            if key not in OBEYED_BY[self.name] and getattr(self, key) not in (default, False):
+                takers = " or ".join(name for name in OBEYED_BY if key in OBEYED_BY[name])
+                yield (
+                    (key, "name"),
+                    f"{self.name} has no {key}. Leave {key} out, or choose {takers}",
+                )
 
 
 class LrScheduleSection(Section):
@@ -99,11 +95,8 @@ class LrScheduleSection(Section):
     name: Literal["constant", "cosine", "linear"] = Field(
         default="constant", description="shape of the learning rate schedule after warmup"
     )
-    warmup: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_STEPS,
-        description="steps over which the learning rate rises to its peak",
+    warmup: StepsOrZero = Field(
+        default=0, description="steps over which the learning rate rises to its peak"
     )
     warmup_ratio: float = Field(
         default=0.0,
@@ -118,19 +111,16 @@ class LrScheduleSection(Section):
         description="learning rate at the last step as a fraction of lr (cosine, linear)",
     )
 
-    @model_validator(mode="after")
-    def _is_obeyed(self) -> Self:
-        """Refuse an end value for a schedule that does not fall."""
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield an end value that the schedule ignores, and a second warmup."""
         if self.name == "constant" and self.min_lr_ratio not in (0.0, 1.0):
             text = (
                 "min_lr_ratio has no effect in a constant schedule. Leave it out, or choose "
                 "cosine or linear"
             )
-            check_conflicts([(("min_lr_ratio", "name"), text)])
+            yield ("min_lr_ratio", "name"), text
         if self.warmup and self.warmup_ratio:
-            text = "set warmup or warmup_ratio, not both"
-            check_conflicts([(("warmup_ratio", "warmup"), text)])
-        return self
+            yield ("warmup_ratio", "warmup"), "set warmup or warmup_ratio, not both"
 
     @property
     def depends_on_steps(self) -> bool:
@@ -171,11 +161,8 @@ class LossScaleSection(Section):
     backoff_factor: PowerOfTwo = Field(
         default=0.5, gt=0, lt=1, description="factor applied after an overflow"
     )
-    growth_interval: int = Field(
-        default=2000,
-        ge=1,
-        le=MOST_STEPS,
-        description="steps without overflow before the scale grows",
+    growth_interval: Steps = Field(
+        default=2000, description="steps without overflow before the scale grows"
     )
     min_scale: float = Field(
         default=1.0,
@@ -189,18 +176,12 @@ class LossScaleSection(Section):
         le=LARGEST_SCALE,
         description="upper limit of the scale",
     )
-    hysteresis: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_STEPS,
-        description="consecutive overflows before the scale is reduced",
+    hysteresis: Steps = Field(
+        default=1, description="consecutive overflows before the scale is reduced"
     )
     dynamic: bool = Field(default=True, description="false: the scale stays at init_scale")
-    max_skipped_steps: int = Field(
-        default=50,
-        ge=1,
-        le=MOST_STEPS,
-        description="consecutive overflows at min_scale before the run stops",
+    max_skipped_steps: Steps = Field(
+        default=50, description="consecutive overflows at min_scale before the run stops"
     )
     scale_groups: tuple[str, ...] = Field(
         default=(),
@@ -208,26 +189,24 @@ class LossScaleSection(Section):
         description="globs of modules that get a loss scale of their own",
     )
 
-    @model_validator(mode="after")
-    def _is_ordered(self) -> Self:
-        """Refuse bounds that exclude each other or the first scale."""
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield bounds that exclude each other or the first scale."""
         low, first, high = self.min_scale, self.init_scale, self.max_scale
         if low > high:
             text = f"min_scale must be at most max_scale, got {low:g} and {high:g}"
-            check_conflicts([(("min_scale", "max_scale"), text)])
-        if first > high:
+            yield ("min_scale", "max_scale"), text
+        elif first > high:
             text = (
                 f"init_scale must be at most max_scale {high:g}, got {first:g}. Write "
                 f"init_scale={high:g}, or raise max_scale"
             )
-            check_conflicts([(("init_scale", "max_scale"), text)])
-        if first < low:
+            yield ("init_scale", "max_scale"), text
+        elif first < low:
             text = (
                 f"init_scale must be at least min_scale {low:g}, got {first:g}. Write "
                 f"init_scale={low:g}, or lower min_scale"
             )
-            check_conflicts([(("init_scale", "min_scale"), text)])
-        return self
+            yield ("init_scale", "min_scale"), text
 
 
 class AdaptSection(Section):
@@ -242,44 +221,25 @@ class AdaptSection(Section):
     max_fraction: float = Field(
         default=0.25, ge=0, le=1, description="maximum fraction of modules widened at once"
     )
-    cooldown: int = Field(
-        default=100,
-        ge=1,
-        le=MOST_STEPS,
-        description="minimum steps between two changes of a module",
+    cooldown: Steps = Field(
+        default=100, description="minimum steps between two changes of a module"
     )
-    calm_steps: int = Field(
-        default=1000,
-        ge=1,
-        le=MOST_STEPS,
-        description="steps without trouble before a module returns to its format",
+    calm_steps: Steps = Field(
+        default=1000, description="steps without trouble before a module returns to its format"
     )
-    overflows: int = Field(
+    overflows: StepsOrZero = Field(
         default=0,
-        ge=0,
-        le=MOST_STEPS,
         description="consecutive overflows after which the whole policy is widened; 0: never",
     )
 
-    @model_validator(mode="after")
-    def _is_obeyed(self) -> Self:
-        """Refuse limits on changes that are never made; `enabled: false` switches all of it off."""
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield limits on changes that are never made; `enabled: false` switches all of it off."""
         if self.enabled or self.overflows or "enabled" in self.model_fields_set:
-            return self
-        check_conflicts(
-            [
-                (
-                    (key,),
-                    (
-                        f"{key} has no effect while adapt is off. Write adapt.enabled=true too, or "
-                        f"leave {key} out"
-                    ),
-                )
-                for key in ("max_fraction", "cooldown", "calm_steps")
-                if getattr(self, key) != type(self).model_fields[key].default
-            ]
-        )
-        return self
+            return
+        for key in ("max_fraction", "cooldown", "calm_steps"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                text = f"{key} has no effect while adapt is off. Write adapt.enabled=true too, or "
+                yield (key,), f"{text}leave {key} out"
 
 
 class PrecisionSection(Section):
@@ -311,7 +271,7 @@ class PrecisionSection(Section):
         default_factory=AdaptSection,
         description="adaptive precision: formats change with what the tensors show",
     )
-    schedule: Schedule = Field(
+    schedule: tuple[PhaseSection, ...] = Field(
         default=(),
         max_length=MOST_ENTRIES,
         description="phases of the run, each {policy, overrides, until}; empty: a single phase",
@@ -328,21 +288,20 @@ class PrecisionSection(Section):
         description="kind of training, e.g. sft; sets defaults of precision, clip_norm and memory",
     )
 
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield phases whose end is missing, and the end of the last one."""
+        for text in check_ends(self.schedule):
+            yield ("schedule",), text
+
 
 class CheckpointSection(Section):
     """When the state of the run is saved."""
 
-    every: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_STEPS,
-        description="steps between checkpoints; 0: only at the end and on signals",
+    every: StepsOrZero = Field(
+        default=0, description="steps between checkpoints; 0: only at the end and on signals"
     )
-    keep: int = Field(
-        default=2,
-        ge=1,
-        le=MOST_STEPS,
-        description="number of checkpoints to keep; older ones are deleted",
+    keep: Steps = Field(
+        default=2, description="number of checkpoints to keep; older ones are deleted"
     )
     background: bool = Field(
         default=False,
@@ -353,16 +312,11 @@ class CheckpointSection(Section):
 class EvalSection(Section):
     """When the model is evaluated."""
 
-    every: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_STEPS,
-        description="steps between evaluations; 0: only at the end",
+    every: StepsOrZero = Field(
+        default=0, description="steps between evaluations; 0: only at the end"
     )
-    patience: int = Field(
+    patience: StepsOrZero = Field(
         default=0,
-        ge=0,
-        le=MOST_STEPS,
         description="stop after this many consecutive evaluations without improvement; 0: never",
     )
     min_delta: float = Field(
@@ -376,32 +330,27 @@ class EvalSection(Section):
         description="use the weights of the best evaluation as the result instead of the last ones",
     )
 
-    @model_validator(mode="after")
-    def _is_obeyed(self) -> Self:
-        """Refuse patience without evaluations to be patient with, and a measure for none."""
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield patience without evaluations, and a minimum change without patience."""
         if self.patience and not self.every:
             text = (
                 "patience needs evaluations during training. Write eval.every=100, or leave "
                 "patience out"
             )
-            check_conflicts([(("patience", "every"), text)])
+            yield ("patience", "every"), text
         if self.min_delta and not self.patience:
             text = (
                 "min_delta has no effect without patience. Write eval.patience=3, or leave "
                 "min_delta out"
             )
-            check_conflicts([(("min_delta", "patience"), text)])
-        return self
+            yield ("min_delta", "patience"), text
 
 
 class HealthSection(Section):
     """What is looked at beside the training."""
 
-    every: int = Field(
-        default=50,
-        ge=0,
-        le=MOST_STEPS,
-        description="steps between two samples of tensor statistics; 0: none",
+    every: StepsOrZero = Field(
+        default=50, description="steps between two samples of tensor statistics; 0: none"
     )
     diagnose: bool = Field(
         default=True,
@@ -412,9 +361,7 @@ class HealthSection(Section):
 class FaultSection(Section):
     """A number put in place of another, on purpose, for the passes of one micro-batch."""
 
-    step: int = Field(
-        ge=1, le=MOST_STEPS, description="step at which the fault is injected", examples=[40]
-    )
+    step: Steps = Field(description="step at which the fault is injected", examples=[40])
     module: str = Field(
         description="module name, or a glob that matches exactly one",
         examples=["blocks.1.mlp.up"],
@@ -437,3 +384,38 @@ class FaultSection(Section):
         description="index of the element; none: chosen by the seed",
         examples=[17],
     )
+
+
+class MemorySection(Section):
+    """What is computed again or kept on the host, to need less memory on the device."""
+
+    activation_checkpointing: Literal["none", "blocks", "selective"] = Field(
+        default="none",
+        description=(
+            "what the backward pass recomputes: none, whole blocks, or everything in them "
+            "except matmuls and attention (selective)"
+        ),
+    )
+    offload: Annotated[
+        tuple[Literal["optimizer", "activations"], ...], Field(max_length=MOST_ENTRIES)
+    ] = Field(
+        default=(),
+        description="what to keep in pinned host memory: optimizer state, activations",
+    )
+    blocks: tuple[str, ...] = Field(
+        default=(),
+        max_length=MOST_ENTRIES,
+        description=(
+            "globs of the modules that are blocks; empty: detect lists of modules of one class"
+        ),
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield blocks by which nothing is done."""
+        whole = self.activation_checkpointing == "none" and "activations" not in self.offload
+        if self.blocks and whole:
+            text = (
+                "blocks has no effect without block-wise memory saving. Set "
+                "activation_checkpointing=blocks too, or leave blocks out"
+            )
+            yield ("blocks", "activation_checkpointing"), text

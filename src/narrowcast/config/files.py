@@ -1,9 +1,10 @@
-"""Local files that a recipe names, looked for before anything is built or downloaded."""
+"""Local files that a recipe names, by path or glob; checked before anything is built."""
 
+import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from narrowcast.config.globs import matching
 from narrowcast.config.problems import Problems, shown_path
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import ConfigError
@@ -19,7 +20,7 @@ def check_files(recipe: Recipe) -> None:
                 problems.add(f"{name}.{setting}: {shown_path(path)}: no such file")
     if problems:
         where = shown_path(Path.cwd())
-        advice = f"Relative paths are read from {where}; write the path of an existing file."
+        advice = f"Write the path of an existing file. Relative paths are read from {where}."
         raise ConfigError("\n".join([*problems.lines(), advice]))
 
 
@@ -34,3 +35,10 @@ def _exists(path: Path) -> bool:
         return stat_or_none(path) is not None or bool(matching(path))
     except (OSError, ValueError):
         return True
+
+
+def matching(glob: Path) -> list[Path]:
+    """Return the files and folders that a glob matches, sorted."""
+    if not re.search(r"[*?[]", str(glob)):
+        return [glob] if os.path.lexists(glob) else []
+    return sorted(set(Path(glob.anchor).glob(str(glob.relative_to(glob.anchor)))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from narrowcast.config.tree import Tree
+from narrowcast.config.tree import Tree, leaves
 
 KEYS: Mapping[str, str] = MappingProxyType(
     {
@@ -48,26 +48,26 @@ KEYS: Mapping[str, str] = MappingProxyType(
 
 ADVICE: Mapping[str, str] = MappingProxyType(
     {
-        "output_dir": "leave it out, and write --out DIR on the command line",
-        "resume_from_checkpoint": "leave it out, and write narrowcast resume DIR",
-        "logging_steps": "leave it out: every step is recorded",
-        "metric_for_best_model": "leave it out: the first metric of the task decides",
-        "greater_is_better": "leave it out: the task says it of each metric",
-        "use_wandb": "write trackers=[wandb]",
-        "report_to": "write trackers=[wandb] or trackers=[tensorboard]",
-        "fp16": "write precision.policy=fp16",
-        "bf16": "write precision.policy=bf16",
-        "tf32": "write precision.policy=tf32",
-        "check_finite": "leave it out: gradients are always checked",
-        "master_weights": 'write precision.policy="bf16, params=bf16, master=fp32"',
-        "use_4bit": "write model.base_dtype=nf4",
-        "load_in_4bit": "write model.base_dtype=nf4",
-        "use_8bit": "write model.base_dtype=int8",
-        "load_in_8bit": "write model.base_dtype=int8",
-        "no_peft": "write model.tune=full",
-        "use_peft": "write model.tune=lora",
-        "anti_drift_row_param": "write ica.mask_mode=freeze",
-        "anti_drift_apply_to": "write ica.mask_mode=freeze",
+        "output_dir": "Leave it out, and write --out DIR on the command line",
+        "resume_from_checkpoint": "Leave it out, and run narrowcast resume DIR",
+        "logging_steps": "Leave it out: every step is recorded",
+        "metric_for_best_model": "Leave it out: the first metric of the task decides",
+        "greater_is_better": "Leave it out: the task sets it per metric",
+        "use_wandb": "Write trackers=[wandb]",
+        "report_to": "Write trackers=[wandb] or trackers=[tensorboard]",
+        "fp16": "Write precision.policy=fp16",
+        "bf16": "Write precision.policy=bf16",
+        "tf32": "Write precision.policy=tf32",
+        "check_finite": "Leave it out: gradients are always checked",
+        "master_weights": 'Write precision.policy="bf16, params=bf16, master=fp32"',
+        "use_4bit": "Write model.base_dtype=nf4",
+        "load_in_4bit": "Write model.base_dtype=nf4",
+        "use_8bit": "Write model.base_dtype=int8",
+        "load_in_8bit": "Write model.base_dtype=int8",
+        "no_peft": "Write model.tune=full",
+        "use_peft": "Write model.tune=lora",
+        "anti_drift_row_param": "Write ica.mask_mode=freeze",
+        "anti_drift_apply_to": "Write ica.mask_mode=freeze",
     }
 )
 """What to do for a key that no setting takes the value of."""
@@ -81,24 +81,17 @@ def pointer(key: str, tree: Tree, *, value: str | None) -> str:
     """
     if key in ADVICE:
         advice = ADVICE[key]
-        setting = advice.removeprefix("write ").partition("=")[0]
-        return advice if advice.startswith("leave") or _is_known(setting, tree) else ""
+        setting = advice.removeprefix("Write ").partition("=")[0]
+        return advice if advice.startswith("Leave") or _is_known(setting, tree) else ""
     target = KEYS.get(key, "")
     if not target or not _is_known(target, tree):
         return ""
     if value is not None:
-        return f"write {target}={value}"
+        return f"Write {target}={value}"
     section, _, name = target.rpartition(".")
-    return f"write {name} under {section}:" if section else f"write {name}"
+    return f"Write {name} under {section}:" if section else f"Write {name}"
 
 
 def _is_known(target: str, tree: Tree) -> bool:
-    """Return whether a dotted key is a setting here, or may be one of a workload yet unknown."""
-    entry: object = tree
-    for name in target.split("."):
-        if not isinstance(entry, Mapping):
-            return entry is None
-        if name not in entry:
-            return None in tree.values()
-        entry = entry[name]
-    return True
+    """Return whether a dotted key is a setting here."""
+    return tuple(target.split(".")) in dict(leaves(tree))

@@ -39,10 +39,6 @@ MOST_ENTRIES = 1000
 """Of a list or a mapping: faults, phases, groups of modules."""
 MOST_OVERRIDES = 10_000
 """Globs that have a policy of their own; a large mixture of experts has as many modules."""
-MOST_WORDS = 1000
-"""KEY=VALUE words of a command line; there are fewer than a hundred settings."""
-LONGEST_WORD = 2**17
-"""Characters of one of them; Linux passes no longer one on."""
 LARGEST_FILE = 2**20
 """Bytes of a recipe; one that sets everything has four thousand, ten thousand paths of texts take
 300 KiB, and YAML is read at some 100 KiB a second."""

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from narrowcast.config.limits import MOST_WORDS, UNSETTLED
+from narrowcast.config.limits import UNSETTLED
 from narrowcast.config.overrides import Overrides, Setting
-from narrowcast.config.problems import Problems
+from narrowcast.config.problems import Problems, shortened
 from narrowcast.config.sections import Recipe, Sections
 from narrowcast.config.sources import read_source
 from narrowcast.config.tree import recipe_tree
 from narrowcast.config.validate import validate
+from narrowcast.config.wording import shown
 from narrowcast.config.yaml_text import YamlError, parse
 from narrowcast.errors import CheckpointError, ConfigError
 
@@ -47,7 +48,7 @@ class LoadedRecipe:
     def with_defaults(self, values: Mapping[str, Any], *, origin: str) -> LoadedRecipe:
         """Return it with other values for the settings, by dotted key, that nobody has set.
 
-        A key that its recipe does not have is left out; values that it cannot have are refused.
+        A key that its recipe does not have is left out. Raises for values that it cannot have.
         """
         unset = {key: values[key] for key in values if self.origins.get(key) == DEFAULT}
         try:
@@ -60,7 +61,7 @@ class LoadedRecipe:
         )
 
     def resolved(self) -> dict[str, dict[str, Any]]:
-        """Return every setting with its value and origin, as `resolved.json` keeps them."""
+        """Return every setting with its value and origin, as in `resolved.json`."""
         return {
             key: {"value": value, "origin": self.origins[key]}
             for key, value in flat_settings(self.recipe).items()
@@ -76,21 +77,27 @@ def load_recipe(
 ) -> LoadedRecipe:
     """Load a recipe by its name in `shipped`, or a file, with KEY=VALUE words that win over it.
 
-    Everything that is wrong is said at once, in one ConfigError.
+    One ConfigError lists everything that is wrong.
     """
     matched = read_source(source, shipped)
-    terms = _few(overrides)
+    words = list(overrides)
     try:
         document = parse(matched.text)
     except YamlError as error:
         raise ConfigError(f"{matched.shown}:{error.line}: {error}") from None
-
-    def fill(inputs: Overrides) -> None:
-        inputs.settings["name",] = Setting(matched.name, matched.origin, f"{matched.shown}: name")
-        inputs.add_file(document, origin=matched.origin, shown_as=matched.shown)
-        inputs.add_arguments(terms)
-
-    return _load(fill, sections, shown_as=matched.shown, text=matched.text)
+    if not isinstance(document.value, dict):
+        raise ConfigError(
+            f"{matched.shown}: a recipe must have one `key: value` per line, got "
+            f"{shown(document.value)}. Begin with e.g. workload: lm"
+        )
+    line = document.lines.get(("workload",))
+    where = f"{matched.shown}{f':{line}' if line else ''}: workload"
+    known = _find_sections(document.value.get("workload"), words, sections, where=where)
+    inputs = Overrides(recipe_tree(known))
+    inputs.settings["name",] = Setting(matched.name, matched.origin, f"{matched.shown}: name")
+    inputs.add_file(document, origin=matched.origin, shown_as=matched.shown)
+    inputs.add_arguments(words)
+    return _loaded(inputs, known, shown_as=matched.shown, text=matched.text)
 
 
 def from_resolved(
@@ -104,21 +111,33 @@ def from_resolved(
 
     `text` is the recipe file that run was given.
     """
-    names = _few(overrides)
+    words = list(overrides)
     for key, entry in resolved.items():
         if not isinstance(entry, Mapping) or set(entry) != {"value", "origin"}:
             raise CheckpointError(f"resolved.json is damaged: {key} has no value and origin")
-
-    def fill(settings: Overrides) -> None:
-        settings.add_resolved(resolved, shown_as="resolved.json")
-        settings.add_arguments(names)
-
-    return _load(fill, sections, shown_as="resolved.json", text=text)
+    workload = resolved.get("workload", {}).get("value")
+    known = _find_sections(workload, words, sections, where="resolved.json: workload")
+    inputs = Overrides(recipe_tree(known))
+    inputs.add_resolved(resolved, shown_as="resolved.json")
+    inputs.add_arguments(words)
+    return _loaded(inputs, known, shown_as="resolved.json", text=text)
 
 
 def flat_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the value of every setting by its dotted key, as JSON has it."""
-    return dict(_flat(recipe))
+
+    def walk(model: BaseModel, dumped: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name in type(model).model_fields:
+            value = getattr(model, name)
+            if isinstance(value, BaseModel):
+                yield from walk(value, dumped[name], f"{prefix}{name}.")
+            elif isinstance(model, Recipe) and name == "further":
+                for own, section in value.items():
+                    yield from walk(section, dumped[name][own], f"{own}.")
+            else:
+                yield f"{prefix}{name}", dumped[name]
+
+    return dict(walk(recipe, recipe.model_dump(mode="json"), ""))
 
 
 def _changed(section: _Kind, values: Mapping[str, Any]) -> _Kind:
@@ -134,19 +153,28 @@ def _changed(section: _Kind, values: Mapping[str, Any]) -> _Kind:
     return type(section).model_validate(changed)
 
 
-def _load(
-    fill: Callable[[Overrides], None], sections: SectionsOf, *, shown_as: str, text: str
-) -> LoadedRecipe:
-    # The workload decides which settings there are, so it is looked up first.
-    first = Overrides(recipe_tree(None))
-    fill(first)
-    known, problem = _sections(first.settings.get(("workload",)), sections)
-    inputs = Overrides(recipe_tree(known))
-    fill(inputs)
+def _find_sections(
+    name: object, words: Iterable[str], sections: SectionsOf, *, where: str
+) -> Sections:
+    """Return the sections of the workload, which decides what other settings there are."""
+    for word in words:
+        key, equals, text = word.partition("=")
+        if equals and key.strip() == "workload":
+            name, where = text.strip().strip("'\""), shortened(word)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{where}: must name a workload, got {shown(name)}. Write e.g. workload=lm"
+        )
+    try:
+        return sections(name)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _loaded(inputs: Overrides, sections: Sections, *, shown_as: str, text: str) -> LoadedRecipe:
+    """Return the recipe of all settings, or raise with all that is wrong with them."""
     _leave_steps_open(inputs)
-    for each in problem:
-        inputs.problems.add(each)
-    recipe = validate(inputs, known, shown_as=shown_as)
+    recipe = validate(inputs, sections, shown_as=shown_as)
     if recipe is None or inputs.problems:
         raise ConfigError(_listed(inputs.problems))
     origins = {".".join(path): setting.origin for path, setting in inputs.settings.items()}
@@ -162,46 +190,8 @@ def _leave_steps_open(inputs: Overrides) -> None:
         inputs.settings["steps",] = Setting(UNSETTLED, EPOCHS, "epochs")
 
 
-def _sections(workload: Setting | None, sections: SectionsOf) -> tuple[Sections | None, list[str]]:
-    """Return the sections of the workload, or what is wrong with its name."""
-    if workload is None or not isinstance(workload.value, str) or not workload.value:
-        return None, []  # said by the validation
-    try:
-        return sections(workload.value), []
-    except ConfigError as error:
-        return None, [f"{workload.where}: {error}"]
-
-
-def _few(terms: Iterable[str]) -> list[str]:
-    """Return the words of a command line, and refuse more than anybody types."""
-    inputs = list(terms)
-    if len(inputs) > MOST_WORDS:
-        raise ConfigError(
-            f"{len(inputs)} words KEY=VALUE were given; write at most {MOST_WORDS}, and the others "
-            "into a file"
-        )
-    return inputs
-
-
 def _listed(problems: Problems) -> str:
     if problems.count == 1:
         return problems.shown[0]
     head = f"{problems.count} problems in the recipe:"
     return "\n".join([head, *(f"  {line}" for line in problems.lines())])
-
-
-def _flat(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """Yield every setting, sections taken apart, as dotted key and JSON value."""
-
-    def walk(model: BaseModel, dumped: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name in type(model).model_fields:
-            value = getattr(model, name)
-            if isinstance(value, BaseModel):
-                yield from walk(value, dumped[name], f"{prefix}{name}.")
-            elif isinstance(model, Recipe) and name == "further":
-                for own, section in value.items():
-                    yield from walk(section, dumped[name][own], f"{own}.")
-            else:
-                yield f"{prefix}{name}", dumped[name]
-
-    yield from walk(recipe, recipe.model_dump(mode="json"), "")

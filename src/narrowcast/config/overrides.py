@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, final
+from typing import Any, final
 
-from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from narrowcast.config.foreign_keys import pointer
-from narrowcast.config.limits import LONGEST_WORD
 from narrowcast.config.problems import Problems, shortened
-from narrowcast.config.tree import Tree, entry_type, fitted, is_mapping, takes_text
-from narrowcast.config.wording import meant, needed, shown, written
-from narrowcast.config.yaml_text import Document, KeyPath, YamlError, is_unicode, parse
-from narrowcast.errors import ConfigError
+from narrowcast.config.tree import Tree, entry_type, fitted, takes_text
+from narrowcast.config.wording import meant, shown
+from narrowcast.config.yaml_text import Document, KeyPath, YamlError, parse
 
 COMMAND_LINE = "command line"
 LENGTHS: tuple[KeyPath, ...] = (("steps",), ("epochs",))
@@ -49,23 +45,14 @@ class Overrides:
         """Add what a recipe file sets."""
         for line, text in document.problems:
             self.problems.add(f"{shown_as}:{line}: {text}")
-        match document.value:
-            case dict():
-                source = _File(origin, shown_as, document.lines)
-                with self._one_length():
-                    self._add(self.tree, (), 0, document.value, source)
-            case None:
-                raise ConfigError(f"{shown_as} is empty; begin it with e.g. workload: lm")
-            case other:
-                raise ConfigError(
-                    f"{shown_as}: {shown(other)} is not a recipe; write one `key: value` a line"
-                )
+        with self._one_length():
+            self._add((), document.value, _File(origin, shown_as, document.lines))
 
     def add_resolved(self, resolved: Mapping[str, Mapping[str, Any]], *, shown_as: str) -> None:
         """Add what an earlier run was resolved to, with the origins it had then."""
         for key, entry in resolved.items():
             source = _File(str(entry["origin"]), shown_as, {})
-            self._add(self.tree, tuple(key.split(".")), 0, entry["value"], source)
+            self._add(tuple(key.split(".")), entry["value"], source)
 
     def add_arguments(self, terms: Iterable[str]) -> None:
         """Add the KEY=VALUE words of a command line."""
@@ -75,7 +62,7 @@ class Overrides:
 
     @contextmanager
     def _one_length(self) -> Iterator[None]:
-        """Let the last source that says how long a run is be right; it may say so in one way."""
+        """Let the last source that sets the length of the run win; it may do so in one way."""
         before = dict(self.settings)
         yield
         now = {path: self.settings[path] for path in LENGTHS if path in self.settings}
@@ -83,8 +70,7 @@ class Overrides:
         said = [path for path in now if path in fresh and now[path].value is not None]
         if len(said) == len(LENGTHS):
             self.problems.add(
-                f"{now[said[1]].where}: steps is set too, and one of the two says how long the run "
-                "is; leave one of them out"
+                f"{now[said[1]].where}: steps and epochs are both set. Leave one of them out"
             )
         elif said:
             for path in now.keys() - fresh:
@@ -92,47 +78,27 @@ class Overrides:
 
     def _add_word(self, word: str) -> None:
         key, equals, text = word.partition("=")
-        path = tuple(key.strip().split("."))
-        begin = shortened(word)
-        if len(word) > LONGEST_WORD:
-            self.problems.add(
-                f"{begin}: {len(word)} characters are too long for a word; write at most "
-                f"{LONGEST_WORD}, or put the setting into a file"
-            )
-        elif not is_unicode(word):
-            self.problems.add(f"{begin!a}: not valid UTF-8")
-        elif not equals:
-            self.problems.add(f"{begin}: not KEY=VALUE; {self._example(begin)}")
-        elif not key.strip():
-            self.problems.add(f"{begin}: no key before the =; write KEY=VALUE, e.g. steps=100")
-        else:
-            self._add(self.tree, path, 0, _Raw.of(text), _Word(word))
+        if equals and key.strip():
+            self._add(tuple(key.strip().split(".")), _Raw.of(text), _Word(word))
+            return
+        fix = word.replace(":", "=", 1) if ":" in word else f"{key.strip() or 'steps'}=VALUE"
+        self.problems.add(f"{shortened(word)}: must be KEY=VALUE. Write {shortened(fix)}")
 
-    def _add(
-        self,
-        entry: Tree | FieldInfo | None,
-        path: KeyPath,
-        done: int,
-        value: object,
-        source: _File | _Word,
-    ) -> None:
-        """Add `value` at `path`; `entry` is what the tree has at its first `done` names."""
-        match entry:
-            case None:
-                return
-            case FieldInfo():
+    def _add(self, path: KeyPath, value: object, source: _File | _Word) -> None:
+        """Add `value` at `path`: to a setting, or to the settings of a section."""
+        entry: Tree | FieldInfo = self.tree
+        for done, name in enumerate(path):
+            if isinstance(entry, FieldInfo):
                 self._add_leaf(entry, path, done, value, source)
-            case _ if done < len(path):
-                if path[done] in entry:
-                    self._add(entry[path[done]], path, done + 1, value, source)
-                elif done or not self._may_be_a_section(path, value):
-                    self.problems.add(lambda: self._unknown(path, done, value, source))
-            case _:
-                self._add_section(entry, path, value, source)
-
-    def _may_be_a_section(self, path: KeyPath, value: object) -> bool:
-        """Say whether a name could be a section of a workload of which nothing is known."""
-        return None in self.tree.values() and (len(path) > 1 or isinstance(value, dict))
+                return
+            if name not in entry:
+                self.problems.add(lambda at=done: self._unknown(path, at, value, source))  # type: ignore[misc]
+                return
+            entry = entry[name]
+        if isinstance(entry, FieldInfo):
+            self._add_leaf(entry, path, len(path), value, source)
+        else:
+            self._add_section(entry, path, value, source)
 
     def _add_section(self, tree: Tree, path: KeyPath, value: object, source: _File | _Word) -> None:
         if isinstance(value, _Raw) and value.text.lstrip().startswith("{"):
@@ -143,23 +109,31 @@ class Overrides:
                 self.problems.add(f"{source.where(path)}: {text}")
             value = value.parsed
         if path in BY_NAME and isinstance(value, str | _Raw):
-            self._add(tree, (*path, "name"), len(path), value, source)
+            self._add((*path, "name"), value, source)
         elif isinstance(value, dict):
             for key, item in value.items():
-                self._add(tree, (*path, key), len(path), item, source)
+                self._add((*path, key), item, source)
         elif value is not None:  # a file may leave a section empty
-            self.problems.add(_section(tree, path, value, source))
+            # The first setting of a section is what people mean: precision=bf16 is its policy.
+            first, dotted = next(iter(tree)), ".".join(path)
+            fix = f"{path[-1]}: {{{first}: {shown(value)}}}"
+            if isinstance(value, _Raw):
+                fix = f"{dotted}.{first}={shortened(value.text)}"
+            self.problems.add(
+                f"{source.where(path)}: {dotted} is a section. Write {fix}, or another of its "
+                f"settings: {', '.join(tree)}"
+            )
 
     def _add_leaf(
         self, entry: FieldInfo, path: KeyPath, done: int, value: object, source: _File | _Word
     ) -> None:
         leaf, rest = path[:done], path[done:]
         where = source.where(path)
-        if rest and not is_mapping(entry.annotation):
-            dotted = ".".join(leaf)
-            self.problems.add(f"{where}: {dotted} has no settings in it; {_takes(leaf, entry)}")
-            return
         annotation = entry_type(entry.annotation) if rest else entry.annotation
+        if annotation is None:
+            dotted = ".".join(leaf)
+            self.problems.add(f"{where}: {dotted} has no settings in it. Write {dotted}=VALUE")
+            return
         if isinstance(value, _Raw):
             if isinstance(value.parsed, YamlError) and not takes_text(value.parsed, annotation):
                 self.problems.add(f"{where}: {value.parsed}")
@@ -178,39 +152,26 @@ class Overrides:
         self.settings[leaf] = Setting(value, origin, where)
 
     def _unknown(self, path: KeyPath, at: int, value: object, source: _File | _Word) -> str:
-        where = source.where(path[: at + 1])
+        start = f"{source.where(path[: at + 1])}: no such setting."
         text = shortened(value.text) if isinstance(value, _Raw) else None
         if len(path) == 1 and (advice := pointer(path[0], self.tree, value=text)):
-            return f"{where}: no such setting; {advice}"
+            return f"{start} {advice}"
         if isinstance(source, _File) and "." in path[at]:
             *sections, name = path[at].split(".")
             if meant(tuple(path[at].split(".")), 0, self.tree) == (*sections, name):
                 return (
-                    f"{where}: no such setting; dotted keys are for the command line, "
-                    f"in a file write {name} under {'.'.join(sections)}:"
+                    f"{start} Dotted keys are for the command line. In a file write {name} under "
+                    f"{'.'.join(sections)}:"
                 )
         guess = meant(path, at, self.tree)
         if guess is None:
             siblings: Any = self.tree
             for name in path[:at]:
                 siblings = siblings[name]
-            if None in siblings.values():
-                return f"{where}: no such setting without a workload; write e.g. workload: lm"
-            here = ".".join(path[:at]) or "a recipe"
-            return f"{where}: no such setting; {here} has {', '.join(siblings)}"
+            return f"{start} {'.'.join(path[:at]) or 'A recipe'} has {', '.join(siblings)}"
         name = guess[at] if guess[:at] == path[:at] and len(guess) == len(path) else ".".join(guess)
-        question = f"{where}: no such setting; did you mean {name}?"
-        if not isinstance(value, _Raw):
-            return question
-        return f"{question} Write {'.'.join(guess)}={shortened(value.text)}"
-
-    def _example(self, word: str) -> str:
-        entry: Tree | FieldInfo | None = self.tree
-        for name in word.split("."):
-            entry = entry.get(name) if isinstance(entry, Mapping) else None
-        if isinstance(entry, FieldInfo):
-            return _takes(tuple(word.split(".")), entry)
-        return f"write {word.replace(':', '=', 1)}" if ":" in word else "write e.g. steps=100"
+        fix = "" if text is None else f" Write {'.'.join(guess)}={text}"
+        return f"{start} Did you mean {name}?{fix}"
 
 
 @dataclass(frozen=True)
@@ -264,34 +225,3 @@ class _Raw:
         if plain or takes_text(self.parsed, annotation):
             return self.text.strip()
         return self.parsed
-
-
-def _section(tree: Tree, path: KeyPath, value: object, source: _File | _Word) -> str:
-    """Say that a section was given a value, and which of its settings would take it."""
-    inner = value.parsed if isinstance(value, _Raw) else value
-    text = value.text if isinstance(value, _Raw) else None
-    names = [name for name, entry in tree.items() if isinstance(entry, FieldInfo)]
-    fits = [name for name in names if inner is not None and _accepts(tree[name], value)]
-    where, dotted = source.where(path), ".".join(path)
-    if not fits:
-        return f"{where}: {dotted} is a section; it has {', '.join(tree)}"
-    if text is not None:
-        return f"{where}: {dotted} is a section; write {dotted}.{fits[0]}={shortened(text)}"
-    write = f"{path[-1]}: {{{fits[0]}: {written(inner)}}}"
-    return f"{where}: {dotted} is a section; write {write}"
-
-
-def _accepts(entry: Any, value: object) -> bool:
-    if isinstance(value, _Raw):
-        value = value.fitting(entry.annotation)
-    try:
-        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[entry.annotation, entry])
-        adapter.validate_json(json.dumps(fitted(value, entry.annotation), default=str), strict=True)
-    except ValidationError:
-        return False
-    return True
-
-
-def _takes(path: KeyPath, entry: FieldInfo) -> str:
-    example = "" if entry.is_required() else written(entry.get_default(call_default_factory=True))
-    return f"write {'.'.join(path)}={example or 'VALUE'}, {needed(entry)}"

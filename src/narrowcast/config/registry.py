@@ -8,39 +8,23 @@ it, and for nobody else.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
-from narrowcast.config.shipped import recipes_in
 from narrowcast.config.workload import Workload
+from narrowcast.config.yaml_text import parse
 from narrowcast.errors import ConfigError
 
 GROUP = "narrowcast.workloads"
 
 
-class Entry(Protocol):
-    """What is asked of an entry point."""
-
-    @property
-    def name(self) -> str:
-        """What it is registered as."""
-
-    @property
-    def value(self) -> str:
-        """Where it leads."""
-
-    @property
-    def dist(self) -> importlib.metadata.Distribution | None:
-        """The package it comes with."""
-
-
-def installed_entries() -> Iterable[Entry]:
+def installed_entries() -> Iterable[EntryPoint]:
     """Return the entry points of every installed package."""
-    return importlib.metadata.entry_points(group=GROUP)
+    return entry_points(group=GROUP)
 
 
 @final
@@ -51,7 +35,7 @@ class Registry:
         self,
         built_in: Mapping[str, str],
         *,
-        installed: Callable[[], Iterable[Entry]] = installed_entries,
+        installed: Callable[[], Iterable[EntryPoint]] = installed_entries,
     ) -> None:
         self._built_in, self._installed = built_in, installed
         self._loaded: dict[str, Workload | str] = {}
@@ -62,7 +46,7 @@ class Registry:
         return [*self._built_in, *(name for name in self._entries if name not in self._built_in)]
 
     def workload(self, name: str) -> Workload:
-        """Return a workload, or say what is wrong with it or its name."""
+        """Return a workload; raise where it or its name is wrong."""
         result = self._loaded.get(name)
         if result is None:
             result = self._loaded[name] = self._load(name)
@@ -85,20 +69,18 @@ class Registry:
         return {name: owner for name, owner in results.items() if not self.clash(name)}
 
     def clash(self, command: str) -> str:
-        """Say why nobody brings a command that several would; nothing where that is not so."""
+        """Return why nobody brings a command that several would; empty where that is not so."""
         owners = self._owners().get(command, [])
         if len(owners) < 2 or owners[0].name in self._built_in:
             return ""
         who = " and ".join(f"{owner.name} of {owner.distribution}" for owner in owners)
-        return (
-            f"two workloads bring a command {command!r}, {who}; pip uninstall one of the packages"
-        )
+        return f"two workloads have a command {command!r}, {who}. Uninstall one of the packages"
 
     def problems(self) -> list[str]:
-        """Say what is wrong with the others, and which commands cannot be had."""
+        """Return what is wrong with the others, and which commands are left out."""
         clashes = [
-            f"{_origin(entry)} registers a workload {name!r}, which narrowcast itself has; it is "
-            "left out: its authors must choose another name"
+            f"{_origin(entry)} registers a workload {name!r}, which narrowcast has too, so it is "
+            "left out. Its authors must choose another name"
             for name, entries in self._entries.items()
             if name in self._built_in
             for entry in entries
@@ -110,8 +92,8 @@ class Registry:
             elif len(owners) > 1:
                 others = ", ".join(owner.distribution for owner in owners[1:])
                 clashes.append(
-                    f"{others}: its command {name!r} is left out, as workload {owners[0].name} of "
-                    "narrowcast has one of that name; its authors must choose another"
+                    f"{others}: its command {name!r} is left out because workload "
+                    f"{owners[0].name} of narrowcast has it. Its authors must choose another name"
                 )
         return clashes
 
@@ -128,8 +110,8 @@ class Registry:
         return dict(sorted(files.items(), key=lambda item: (item[0].count("/"), item[0])))
 
     @cached_property
-    def _entries(self) -> dict[str, list[Entry]]:
-        results: dict[str, list[Entry]] = {}
+    def _entries(self) -> dict[str, list[EntryPoint]]:
+        results: dict[str, list[EntryPoint]] = {}
         for entry in self._installed():
             results.setdefault(entry.name, []).append(entry)
         return results
@@ -154,23 +136,23 @@ class Registry:
             return _imported(self._built_in[name])
         entries = self._entries.get(name, [])
         if not entries:
-            return f"no such workload as {name!r}; {self._hint(name)}"
+            return f"there is no workload {name!r}. {self._hint(name)}"
         if len(entries) > 1:
             origins = " and ".join(map(_origin, entries))
-            return f"two workloads are called {name!r}, of {origins}; pip uninstall one of them"
+            return f"two packages have a workload {name!r}, {origins}. Uninstall one of them"
         (entry,) = entries
         try:
             result: object = _imported(entry.value)
         except Exception as error:  # noqa: BLE001  # other people's programs fail in any way
             return (
                 f"the workload {name!r} of {_origin(entry)} cannot be imported from {entry.value}: "
-                f"{type(error).__name__}: {error}; repair that package, or pip uninstall it"
+                f"{type(error).__name__}: {error}. Repair or uninstall that package"
             )
         if not isinstance(result, Workload) or result.name != name:
             what = f"a workload called {result.name!r}" if isinstance(result, Workload) else "none"
             return (
-                f"{_origin(entry)} registers {entry.value} as the workload {name!r}, and it is "
-                f"{what}; the name of an entry point is that of its narrowcast.Workload"
+                f"{_origin(entry)} registers {entry.value} as the workload {name!r}, but it is "
+                f"{what}. An entry point must have the name of its narrowcast.Workload"
             )
         return replace(result, distribution=_origin(entry))
 
@@ -178,7 +160,7 @@ class Registry:
         from narrowcast.config.wording import closest
 
         guess = closest(name, self.names)
-        return f"did you mean {guess}?" if guess else f"there are: {', '.join(self.names)}"
+        return f"Did you mean {guess}?" if guess else f"Write one of {', '.join(self.names)}"
 
 
 def _imported(location: str) -> Workload:
@@ -187,5 +169,19 @@ def _imported(location: str) -> Workload:
     return result
 
 
-def _origin(entry: Entry) -> str:
+def _origin(entry: EntryPoint) -> str:
     return "an unknown package" if entry.dist is None else entry.dist.name
+
+
+def recipes_in(folder: Path | None) -> dict[str, Path]:
+    """Return the file of every recipe in `folder` by its path in it, without the ending."""
+    if folder is None:
+        return {}
+    matches = sorted(folder.rglob("*.yaml"))
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in matches}
+
+
+def read_description(path: Path) -> str:
+    """Return the line by which a recipe says what it is."""
+    value = parse(path.read_text(encoding="utf-8")).value
+    return str(value.get("description", "")) if isinstance(value, dict) else ""

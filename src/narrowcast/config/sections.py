@@ -10,12 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Literal, Self, TypeVar, final
+from typing import Annotated, ClassVar, Literal, TypeVar, final
 
-from pydantic import AfterValidator, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, ValidationError
 
-from narrowcast.config.common.memory import MemorySection
-from narrowcast.config.common.strategy import StrategySection
 from narrowcast.config.common_sections import (
     CheckpointSection,
     EmaSection,
@@ -23,6 +21,7 @@ from narrowcast.config.common_sections import (
     FaultSection,
     HealthSection,
     LrScheduleSection,
+    MemorySection,
     OptimizerSection,
     PrecisionSection,
 )
@@ -40,8 +39,10 @@ from narrowcast.config.limits import (
     UNSETTLED,
 )
 from narrowcast.config.phases import misplaced
+from narrowcast.config.section import Conflict, Steps
 from narrowcast.config.section import Section as Section
 from narrowcast.config.section import check_conflicts as check_conflicts
+from narrowcast.config.strategy import StrategySection
 from narrowcast.errors import ConfigError
 
 _Kind = TypeVar("_Kind", bound=Section)
@@ -70,16 +71,16 @@ class Sections:
     def __init__(
         self, *, data: type[DataSection], model: type[Section], **further: type[Section]
     ) -> None:
-        """Take the sections by name; one that every recipe has is refused."""
+        """Take the sections by name, and raise for one that every recipe has."""
         for name in further:
             if name in CommonSettings.model_fields or name in Recipe.model_fields:
                 raise ConfigError(
-                    f"a section of a workload cannot be called {name}: every recipe has a setting "
-                    f"of that name; choose another, e.g. {name}_settings"
+                    f"a section of a workload cannot be called {name}, which every recipe has. "
+                    f"Choose another name, e.g. {name}_settings"
                 )
             if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
                 raise ConfigError(
-                    f"a section cannot be called {name!r}; write small letters, digits and _"
+                    f"a section cannot be called {name!r}. Write small letters, digits and _"
                 )
         self.data, self.model = data, model
         self.by_name: Mapping[str, type[Section]] = MappingProxyType(
@@ -93,23 +94,20 @@ class ProfileSection(Section):
     steps: int = Field(
         default=0, ge=0, le=10_000, description="number of steps to profile; 0: none"
     )
-    first: int = Field(default=10, ge=1, le=MOST_STEPS, description="first profiled step")
+    first: Steps = Field(default=10, description="first profiled step")
 
-    @model_validator(mode="after")
-    def _is_obeyed(self) -> Self:
-        """Refuse a first step of no steps."""
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield a first step of no steps."""
         if not self.steps and self.first != type(self).model_fields["first"].default:
-            text = "no step is profiled; write profile.steps=5 too, or leave first out"
-            check_conflicts([(("first", "steps"), text)])
-        return self
+            text = "first has no effect without profiled steps. Write profile.steps=5 too, or "
+            yield ("first", "steps"), f"{text}leave first out"
 
 
 def _short_enough(name: str) -> str:
-    """Refuse a name that no folder can have; letters beyond ASCII take two bytes or more."""
+    """Raise for a name that no folder can have; letters beyond ASCII take two bytes or more."""
     if len(name.encode()) > LONGEST_NAME:
         raise ValueError(
-            f"{len(name.encode())} bytes are too long for the name of a folder; write one of at "
-            f"most {LONGEST_NAME}"
+            f"must have at most {LONGEST_NAME} bytes to name a folder, got {len(name.encode())}"
         )
     return name
 
@@ -130,9 +128,7 @@ class CommonSettings(Section):
         le=LARGEST_INDEX,
         description="random seed for weights, data order and noise",
     )
-    steps: int = Field(
-        ge=1, le=MOST_STEPS, description="number of optimizer steps, unless epochs is set"
-    )
+    steps: Steps = Field(description="number of optimizer steps, unless epochs is set")
     epochs: int | None = Field(
         default=None,
         ge=1,
@@ -196,110 +192,67 @@ class CommonSettings(Section):
         description="experiment trackers: tensorboard, wandb (offline)",
     )
 
-    @model_validator(mode="after")
-    def _can_be_rehearsed(self) -> Self:
-        """Refuse faults that no step would have."""
-        check_conflicts(
-            [
-                *(
-                    (
-                        ("fault_injection", "steps"),
-                        f"step {fault.step} is after the last; write steps={fault.step}",
-                    )
-                    for fault in self.fault_injection
-                    if fault.step > self.steps and self.is_settled
-                ),
-                *(
-                    (
-                        ("fault_injection", "gradient_accumulation_steps"),
-                        f"a step has {self.gradient_accumulation_steps} micro-batches, not "
-                        f"{fault.micro_batch}; "
-                        f"write gradient_accumulation_steps={fault.micro_batch}",
-                    )
-                    for fault in self.fault_injection
-                    if fault.micro_batch > self.gradient_accumulation_steps
-                ),
-            ]
-        )
-        return self
-
-    @model_validator(mode="after")
-    def _adapts_to_something(self) -> Self:
-        """Refuse to adapt to readings that are never made."""
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield settings of different sections that exclude each other."""
+        micro_batches = self.gradient_accumulation_steps
+        for fault in self.fault_injection:
+            if fault.step > self.steps and self.is_settled:
+                text = f"step {fault.step} is after the last. Write steps={fault.step}"
+                yield ("fault_injection", "steps"), text
+            if fault.micro_batch > micro_batches:
+                text = (
+                    f"a step has {micro_batches} micro-batches, not {fault.micro_batch}. Write "
+                    f"gradient_accumulation_steps={fault.micro_batch}"
+                )
+                yield ("fault_injection", "gradient_accumulation_steps"), text
         if self.precision.adapt.enabled and self.health.every == 0:
-            text = "formats follow what readings show, and there are none; write health.every=50"
-            check_conflicts([(("precision.adapt.enabled", "health.every"), text)])
-        return self
-
-    @model_validator(mode="after")
-    def _profile_fits(self) -> Self:
-        """Refuse to profile steps that the run does not have."""
+            text = "adapt needs samples of tensor statistics. Write health.every=50"
+            yield ("precision.adapt.enabled", "health.every"), text
         first = self.profile.first
         if self.profile.steps and self.is_settled and first > self.steps:
-            text = f"step {first} is after the last; write profile.first={self.steps} or less"
-            check_conflicts([(("profile.first", "steps"), text)])
-        return self
-
-    @model_validator(mode="after")
-    def _strategy_fits(self) -> Self:
-        """Refuse what a strategy and the rest of the recipe cannot both have."""
-        check_conflicts(list(_against_strategy(self)))
-        return self
-
-    @model_validator(mode="after")
-    def _phases_fit(self) -> Self:
-        """Refuse a schedule in which a phase has no step of this run."""
+            text = f"step {first} is after the last. Write profile.first={self.steps} or less"
+            yield ("profile.first", "steps"), text
+        if self.strategy.is_hybrid:
+            yield from self._strategy_conflicts()
         if self.is_settled:
-            problems = misplaced(self.precision.schedule, steps=self.steps)
-            check_conflicts([(("precision.schedule", "steps"), text) for text in problems])
-        return self
+            for text in misplaced(self.precision.schedule, steps=self.steps):
+                yield ("precision.schedule", "steps"), text
+
+    def _strategy_conflicts(self) -> Iterator[Conflict]:
+        """Yield what hybrid training and the rest of the recipe cannot both have."""
+        strategy, precision = self.strategy, self.precision
+        if self.ema.decay is not None:
+            text = (
+                "hybrid training has its own averages. Leave ema.decay out, and set their "
+                "half-lives: strategy.readout.half_lives=[0.03]"
+            )
+            yield ("ema.decay", "strategy.name"), text
+        fix = "or write strategy.precision=policy"
+        if strategy.has_phase_policies and precision.schedule:
+            text = f"strategy.precision sets a policy per phase already. Leave schedule out, {fix}"
+            yield ("precision.schedule", "strategy.precision"), text
+        if strategy.has_phase_policies and precision.adapt.overflows:
+            text = f"strategy.precision sets the policy already. Leave overflows out, {fix}"
+            yield ("precision.adapt.overflows", "strategy.precision"), text
+        lengths = {"phases.warmup_steps": strategy.phases.warmup_steps}
+        lengths["readout.every"] = strategy.readout.every
+        for key, length in lengths.items():
+            most = self.steps - (key == "phases.warmup_steps")
+            if self.is_settled and length is not None and length > most:
+                text = f"the run has only {self.steps} steps, got {length}. Write at most {most}"
+                yield (f"strategy.{key}", "steps"), text
+        default = type(strategy).model_fields["lr_horizon"].default
+        if self.lr_schedule.name == "constant" and strategy.lr_horizon not in (default, 1):
+            text = (
+                "lr_horizon has no effect on a constant learning rate. Leave lr_horizon out, or "
+                "choose lr_schedule.name=cosine or linear"
+            )
+            yield ("strategy.lr_horizon", "lr_schedule.name"), text
 
     @property
     def is_settled(self) -> bool:
         """Whether it is known how many steps there are; of epochs it is once data was read."""
         return self.epochs is None or self.steps != UNSETTLED
-
-
-def _against_strategy(settings: CommonSettings) -> Iterator[tuple[tuple[str, ...], str]]:
-    strategy = settings.strategy
-    if not strategy.is_hybrid:
-        return
-    if settings.ema.decay is not None:
-        text = (
-            "hybrid training keeps averages by itself; leave ema.decay out, and write their "
-            "half-lives: strategy.readout.half_lives=[0.03]"
-        )
-        yield ("ema.decay", "strategy.name"), text
-    if strategy.has_phase_policies and settings.precision.schedule:
-        text = (
-            "phases of the run have policies of their own here already; leave schedule out, or "
-            "write strategy.precision=policy"
-        )
-        yield ("precision.schedule", "strategy.precision"), text
-    if strategy.has_phase_policies and settings.precision.adapt.overflows:
-        text = (
-            "overflows and phases would both choose the policy; leave overflows out, or write "
-            "strategy.precision=policy"
-        )
-        yield ("precision.adapt.overflows", "strategy.precision"), text
-    warmup = strategy.phases.warmup_steps
-    if settings.is_settled and warmup is not None and warmup >= settings.steps:
-        text = f"the warm-up would never end in {settings.steps} steps; write fewer than that"
-        yield ("strategy.phases.warmup_steps", "steps"), text
-    every = strategy.readout.every
-    if settings.is_settled and every is not None and every > settings.steps:
-        text = (
-            f"averages would never be updated in {settings.steps} steps; write at most "
-            f"{settings.steps}"
-        )
-        yield ("strategy.readout.every", "steps"), text
-    default = type(strategy).model_fields["lr_horizon"].default
-    if settings.lr_schedule.name == "constant" and strategy.lr_horizon not in (default, 1):
-        text = (
-            "a constant learning rate has no decay to lengthen; leave lr_horizon out, or choose "
-            "lr_schedule.name=cosine or linear"
-        )
-        yield ("strategy.lr_horizon", "lr_schedule.name"), text
 
 
 class Recipe(CommonSettings):
@@ -322,8 +275,8 @@ class Recipe(CommonSettings):
         steps = -(-samples * self.epochs // (self.batch_size * self.gradient_accumulation_steps))
         if not 0 < steps < MOST_STEPS:
             raise ConfigError(
-                f"epochs={self.epochs}: over {samples} samples that are {steps} steps; a run has "
-                f"1 to {MOST_STEPS - 1}"
+                f"epochs must give 1 to {MOST_STEPS - 1} steps, got {self.epochs}, which are "
+                f"{steps} steps over {samples} samples"
             )
         values = {name: getattr(self, name) for name in type(self).model_fields}
         try:

@@ -52,7 +52,7 @@ def _read(path: Path) -> str:
     if path.is_dir():
         inside = sorted(file.name for file in path.glob("*.yaml"))
         example = path / inside[0] if inside else path / "recipe.yaml"
-        raise ConfigError(f"{path} is a folder, not a recipe; name a file, e.g. {example}")
+        raise ConfigError(f"a recipe must be a file, got the folder {path}. Name e.g. {example}")
     return _text(path, read_plain(path, most=LARGEST_FILE))
 
 
@@ -62,16 +62,16 @@ def _text(path: Path, content: bytes | bytearray) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise ConfigError(f"{path} is not UTF-8 text, so it is not a recipe; name a YAML file")
+        raise ConfigError(f"a recipe must be UTF-8 text, which {path} is not. Name a YAML file")
     return text
 
 
 def _unreadable(path: Path, error: OSError) -> str:
-    return f"cannot read the recipe {shown_path(path)}: {error.strerror}; name a YAML file"
+    return f"cannot read the recipe {shown_path(path)}: {error.strerror}. Name a YAML file"
 
 
 def _missing_source(source: str, path: Path, names: list[str]) -> str:
-    """Say that nothing is called `source`, and what is called something like it."""
+    """Return that nothing is called `source`, and what is called something like it."""
     looks_like_a_file = path.suffix in (".yaml", ".yml")
     bare = source.removesuffix(path.suffix) if looks_like_a_file else source
     residuals = (
@@ -81,7 +81,7 @@ def _missing_source(source: str, path: Path, names: list[str]) -> str:
     last_names = {name.rpartition("/")[2]: name for name in names}
     guess = guess or last_names.get(bare)
     what = "file" if looks_like_a_file else "recipe"
-    hint = f"; did you mean {guess}?" if guess else ";"
+    hint = f"Did you mean {guess}? " if guess else ""
     shipped = ", ".join(names) or "none"
     requested = shown_path(source) or "(nothing)"
-    return f"{requested}: no such {what}{hint} shipped recipes: {shipped}; or name a YAML file"
+    return f"{requested}: no such {what}. {hint}Name a YAML file or a shipped recipe: {shipped}"

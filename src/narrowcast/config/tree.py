@@ -13,17 +13,15 @@ from pydantic.fields import FieldInfo
 from narrowcast.config.sections import CommonSettings, Sections
 from narrowcast.config.yaml_text import KeyPath
 
-Tree = Mapping[str, "Tree | FieldInfo | None"]
-"""Name to setting or section; None is a section of which nothing is known."""
+Tree = Mapping[str, "Tree | FieldInfo"]
+"""Name to setting or section."""
 
 EXACT_INTEGERS = 2.0**53
 """Up to here every integer is a float, so `1e3` means exactly one whole number."""
 
 
-def recipe_tree(sections: Sections | None) -> Tree:
-    """Return the tree of a recipe, whose workload's sections may be unknown."""
-    if sections is None:
-        return {**build_tree(CommonSettings), "data": None, "model": None}
+def recipe_tree(sections: Sections) -> Tree:
+    """Return the tree of a recipe with the sections of its workload."""
     own = {name: build_tree(section) for name, section in sections.by_name.items()}
     return {**build_tree(CommonSettings), **own}
 
@@ -39,13 +37,10 @@ def build_tree(model: type[BaseModel]) -> Tree:
 def leaves(tree: Tree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
     """Yield every setting of `tree`, with its path."""
     for name, entry in tree.items():
-        match entry:
-            case None:
-                continue
-            case FieldInfo():
-                yield (*path, name), entry
-            case _:
-                yield from leaves(entry, (*path, name))
+        if isinstance(entry, FieldInfo):
+            yield (*path, name), entry
+        else:
+            yield from leaves(entry, (*path, name))
 
 
 def fitted(value: object, annotation: object) -> object:
@@ -68,13 +63,14 @@ def fitted(value: object, annotation: object) -> object:
             field_types = {name: field.annotation for name, field in fields.items()}
             return {key: fitted(item, field_types.get(key, object)) for key, item in value.items()}
         case dict():
-            return {key: fitted(item, _value_type(options)) for key, item in value.items()}
+            inner = entry_type(annotation) or object
+            return {key: fitted(item, inner) for key, item in value.items()}
         case _:
             return value
 
 
 def takes_text(value: object, annotation: object) -> bool:
-    """Say whether a setting takes text, and takes nothing of the type `value` has."""
+    """Return whether a setting takes text, and takes nothing of the type `value` has."""
     options = plain_types(annotation)
     text = any(option in (str, Path) or get_origin(option) is Literal for option in options)
     kinds = {get_origin(option) or option for option in options}
@@ -83,14 +79,13 @@ def takes_text(value: object, annotation: object) -> bool:
     return text and not (sequence or mapping or type(value) in kinds)
 
 
-def is_mapping(annotation: object) -> bool:
-    """Say whether a setting is a mapping, so that its entries can be set one by one."""
-    return any(get_origin(option) in (dict, Mapping) for option in plain_types(annotation))
-
-
-def entry_type(annotation: object) -> object:
-    """Return what the values of a mapping setting must be."""
-    return _value_type(plain_types(annotation))
+def entry_type(annotation: object) -> object | None:
+    """Return what the values of a mapping setting must be; None where it is no mapping."""
+    for option in plain_types(annotation):
+        if get_origin(option) in (dict, Mapping):
+            entry: object = get_args(option)[1]
+            return entry
+    return None
 
 
 def literal_values(annotation: object) -> tuple[Any, ...]:
@@ -100,7 +95,7 @@ def literal_values(annotation: object) -> tuple[Any, ...]:
 
 
 def plain_types(annotation: object) -> list[Any]:
-    """Take unions, aliases and Annotated apart: the plain types a value may have."""
+    """Return the plain types a value may have, without unions, aliases and Annotated."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return plain_types(get_args(annotation)[0])
@@ -128,11 +123,4 @@ def _item_type(options: list[Any], index: int) -> object:
             return args[index] if index < len(args) else object
         if origin in (list, tuple, set, frozenset, Sequence):
             return args[0]
-    return object
-
-
-def _value_type(options: list[Any]) -> object:
-    for option in options:
-        if get_origin(option) in (dict, Mapping):
-            return get_args(option)[1]
     return object

@@ -3,64 +3,52 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from narrowcast.config.limits import MOST_TOLD
 from narrowcast.config.overrides import COMMAND_LINE, Overrides, Setting
 from narrowcast.config.sections import CommonSettings, Recipe, Sections
-from narrowcast.config.tree import leaves, literal_values, plain_types, section_in
-from narrowcast.config.wording import closest, needed, shown, written
+from narrowcast.config.tree import leaves, literal_values, section_in
+from narrowcast.config.wording import closest, shown, written
 from narrowcast.config.yaml_text import KeyPath, parse_scalar
 
 
-def validate(overrides: Overrides, sections: Sections | None, *, shown_as: str) -> Recipe | None:
+def validate(overrides: Overrides, sections: Sections, *, shown_as: str) -> Recipe | None:
     """Build the recipe; where that fails, add what is wrong to `overrides.problems` instead.
 
     pydantic checks settings against each other only where each is fine alone. So a wrong setting is
     left out and the rest checked again, until no new problem appears; a setting that is known to
     be wrong is not reported twice.
     """
-    explainer = _Explainer(overrides, shown_as)
     wrong: set[KeyPath] = set()
     while True:
         valid = {path: s for path, s in overrides.settings.items() if path not in wrong}
         parts, errors = _attempt(valid, sections)
         if not errors:
-            return None if sections is None else _whole(parts)
-        explained = [problem for error in errors for problem in explainer.explain(error)]
+            return _whole(parts)
+        explained = _explained(errors, overrides, shown_as=shown_as)
         fresh = [problem for problem in explained if not problem.keys & wrong]
         if not fresh:
             return None
-        # Once each: a setting of several types is refused by pydantic once a type.
-        for text in dict.fromkeys(problem.text for problem in fresh):
-            overrides.problems.add(text)
+        for problem in fresh:
+            overrides.problems.add(problem.text)
         wrong.update(*(problem.keys for problem in fresh))
 
 
-@dataclass(frozen=True)
-class _Problem:
-    keys: frozenset[KeyPath]
-    """The settings that take part in it."""
-    text: str
-
-
 def _attempt(
-    settings: Mapping[KeyPath, Setting], sections: Sections | None
+    settings: Mapping[KeyPath, Setting], sections: Sections
 ) -> tuple[dict[str, BaseModel], list[ErrorDetails]]:
     """Validate the common settings and the workload's sections each for itself."""
     values = _nested(settings)
-    known = {"data": None, "model": None} if sections is None else sections.by_name
-    own = {name: values.pop(name, {}) for name in known}
+    own = {name: values.pop(name, {}) for name in sections.by_name}
     todo: dict[str, tuple[type[BaseModel], object]] = {"": (CommonSettings, values)}
-    if sections is not None:
-        todo |= {name: (kind, own[name]) for name, kind in sections.by_name.items()}
+    todo |= {name: (kind, own[name]) for name, kind in sections.by_name.items()}
     parts: dict[str, BaseModel] = {}
     errors: list[ErrorDetails] = []
     for name, (kind, value) in todo.items():
@@ -92,146 +80,169 @@ def _whole(parts: dict[str, BaseModel]) -> Recipe:
 
 
 @dataclass(frozen=True)
-class _Explainer:
-    """Writes pydantic's errors as messages."""
+class _Problem:
+    keys: frozenset[KeyPath]
+    """The settings that take part in it."""
+    text: str
 
-    overrides: Overrides
-    shown_as: str
 
-    @cached_property
-    def _fields(self) -> dict[KeyPath, FieldInfo]:
-        return dict(leaves(self.overrides.tree))
-
-    def explain(self, error: ErrorDetails) -> Iterator[_Problem]:
+def _explained(
+    errors: Iterable[ErrorDetails], overrides: Overrides, *, shown_as: str
+) -> list[_Problem]:
+    """Write pydantic's errors as messages, one per setting or entry of a setting."""
+    fields = dict(leaves(overrides.tree))
+    problems: list[_Problem] = []
+    # A setting of several types has an error per type.
+    groups: dict[tuple[KeyPath, tuple[int | str, ...]], list[ErrorDetails]] = {}
+    for error in errors:
         path = tuple(map(str, error["loc"]))
-        fields = self._fields
         if error["type"] == "conflict":
             for keys, text in error["ctx"]["conflicts"]:
                 involved = [(*path, *key.split(".")) for key in keys] or [path]
-                where, more = self._where(involved), self._taken_back(involved, text)
-                yield _Problem(frozenset(involved), f"{where}: {text}{more}")
-            return
+                where, more = _where(involved, overrides, shown_as), ""
+                if (field := fields.get(involved[0])) is not None:
+                    more = _default_hint(involved, field, text, overrides)
+                problems.append(_Problem(frozenset(involved), f"{where}: {text}{more}"))
+            continue
         leaf = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in fields), path)
-        keys = frozenset({leaf})
-        if leaf not in self.overrides.settings:
-            field = fields.get(leaf)
-            text = _missing(leaf, field) if error["type"] == "missing" and field else error["msg"]
-            yield _Problem(keys, f"{self._where([leaf])}: {text}")
-            return
-        setting = self.overrides.settings[leaf]
-        if error["type"] in ("value_error", "assertion_error"):
-            text = error["msg"].partition(", ")[2]  # said by us
-        elif error["type"] in _TOO_LONG and len(error["input"]) > MOST_TOLD:
-            text = _too_long(error)
+        setting = overrides.settings.get(leaf)
+        position = _position(error, len(leaf), setting.value if setting else None)
+        groups.setdefault((leaf, position), []).append(error)
+    for (leaf, position), same in groups.items():
+        where = _where([leaf], overrides, shown_as)
+        text = _wrong(same, fields[leaf], leaf, position) if leaf in fields else same[0]["msg"]
+        problems.append(_Problem(frozenset({leaf}), f"{where}: {text}"))
+    return problems
+
+
+def _position(error: ErrorDetails, start: int, value: object) -> tuple[int | str, ...]:
+    """Return the way from a setting to the entry that is wrong, without pydantic's type names."""
+    position: list[int | str] = []
+    for part in error["loc"][start:]:
+        if isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        elif isinstance(value, dict) and (part in value or error["type"] == "missing"):
+            value = value.get(part)
         else:
-            inside = error["loc"][len(leaf) :]
-            entry = _wrong_entry(error, fields[leaf], inside)
-            text = entry or _wrong(setting, fields[leaf], leaf)
-        yield _Problem(keys, f"{setting.where}: {text}")
-
-    def _taken_back(self, involved: list[KeyPath], text: str) -> str:
-        """Say what to write instead of leaving out what a file has, which may be a shipped one."""
-        first, *others = involved
-        settings, field = self.overrides.settings, self._fields.get(first)
-        if first not in settings or field is None or f"leave {first[-1]} out" not in text:
-            return ""
-        by_command_line = [
-            settings[path].origin == COMMAND_LINE for path in others if path in settings
-        ]
-        if settings[first].origin == COMMAND_LINE or not any(by_command_line):
-            return ""
-        default = list(field.default) if isinstance(field.default, tuple) else field.default
-        return f" (or add '{'.'.join(first)}={default}')"
-
-    def _where(self, paths: Iterable[KeyPath]) -> str:
-        """Begin a message about `paths`, with the first of them that was given."""
-        paths = list(paths)
-        settings = [
-            self.overrides.settings[path] for path in paths if path in self.overrides.settings
-        ]
-        return settings[0].where if settings else ": ".join([self.shown_as, ".".join(paths[0])])
+            break
+        position.append(part)
+    return tuple(position)
 
 
-def _missing(path: KeyPath, field: FieldInfo) -> str:
-    key = ".".join(path)
-    return f"not set; write {key}=VALUE, {needed(field)} ({field.description or key})"
+def _where(paths: Sequence[KeyPath], overrides: Overrides, shown_as: str) -> str:
+    """Begin a message about `paths`, with the first of them that was given."""
+    settings = [overrides.settings[path] for path in paths if path in overrides.settings]
+    return settings[0].where if settings else f"{shown_as}: {'.'.join(paths[0])}"
 
 
-_TOO_LONG = {"string_too_long": "characters", "too_long": "entries"}
+def _default_hint(
+    involved: Sequence[KeyPath], field: FieldInfo, text: str, overrides: Overrides
+) -> str:
+    """Return what to add on the command line where a file, perhaps shipped, has the setting."""
+    first, *others = involved
+    settings = overrides.settings
+    if first not in settings or f"eave {first[-1]} out" not in text:
+        return ""
+    by_command_line = [settings[path].origin == COMMAND_LINE for path in others if path in settings]
+    if settings[first].origin == COMMAND_LINE or not any(by_command_line):
+        return ""
+    default = list(field.default) if isinstance(field.default, tuple) else field.default
+    return f" (or add '{'.'.join(first)}={default}')"
 
 
-def _too_long(error: ErrorDetails) -> str:
-    """Say how long something is, and how long it may be."""
-    what, most = _TOO_LONG[error["type"]], error["ctx"]["max_length"]
-    return f"{len(error['input'])} {what} are too many; write at most {most}"
-
-
-def _wrong(setting: Setting, field: FieldInfo, path: KeyPath) -> str:
-    """Say what a setting takes, when it was given something else."""
-    text = f"needs {needed(field, setting.value)}, got {shown(setting.value)}"
-    choices = [str(choice) for choice in literal_values(field.annotation)]
-    if isinstance(setting.value, str):
-        if guess := closest(setting.value, choices):
-            return f"{text}; did you mean {guess}?"
-        if _is_number(parse_scalar(setting.value)) and {int, float} & set(_types(field)):
-            return f"{text}; leave out the quotes"
-    if str in _types(field) and _is_number(setting.value):
-        return f'{text}; put it in quotes, "{setting.value}"'
-    if bool in _types(field) and (meaning := _YAML_1_1.get(str(setting.value).lower())):
-        return f"{text}; write {meaning}"
-    default = None if field.is_required() else field.get_default(call_default_factory=True)
-    return (
-        text if default in _TEACHES_NOTHING else f"{text}; e.g. {'.'.join(path)}={written(default)}"
-    )
-
-
+_KINDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "missing": "a longer list",
+}
+"""Types in words, for which pydantic has those of JSON."""
+_BOUNDS = {
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+}
 _YAML_1_1 = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 """Words that were booleans in YAML 1.1 and still are in people's fingers."""
 _TEACHES_NOTHING: tuple[object, ...] = (None, "", (), {})
 """Defaults that do not show how a value is written."""
 
 
-def _types(field: FieldInfo) -> list[Any]:
-    return plain_types(field.annotation)
+def _wrong(
+    errors: Sequence[ErrorDetails], field: FieldInfo, leaf: KeyPath, position: Sequence[int | str]
+) -> str:
+    """Return what is wrong with a setting or an entry of it, and what to write."""
+    section: type[BaseModel] | None = None
+    for part in position:
+        if isinstance(part, int):
+            section = section_in(field.annotation)
+        elif section is not None and part in section.model_fields:
+            field, section = section.model_fields[part], None
+    named = ": ".join(f"item {p + 1}" if isinstance(p, int) else p for p in position)
+    here = f"{named} " if position else ""
+    error = errors[0]
+    match error["type"]:
+        case "value_error" | "assertion_error":
+            return here + error["msg"].partition(", ")[2]  # written by us
+        case "missing" if position:
+            example = f"{position[-1]}: {_example(field)}"
+            return f"{here}is not set. Write {example} ({field.description})"
+        case "missing" if not isinstance(error["input"], list):
+            return f"not set. Write {'.'.join(leaf)}=VALUE ({field.description})"
+        case "extra_forbidden" if section is not None:
+            guess = closest(str(position[-1]), section.model_fields)
+            names = ", ".join(section.model_fields)
+            fix = f"Did you mean {guess}?" if guess else f"The settings are {names}"
+            return f"{here}is not a setting. {fix}"
+    several = len(errors) > 1 or error["type"] == "string_pattern_mismatch"
+    takes = f"must be {field.description}" if several else _requirement(error)
+    if type(None) in getattr(field.annotation, "__args__", ()) and not several:
+        takes += ", or none"
+    value = error["input"]
+    hint = _hint(errors, field, section)
+    if not hint and not position and not field.is_required():
+        default = field.get_default(call_default_factory=True)
+        if default not in _TEACHES_NOTHING:
+            hint = f"Write e.g. {'.'.join(leaf)}={written(default)}"
+    return f"{here}{takes}, got {shown(value)}" + (f". {hint}" if hint else "")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _requirement(error: ErrorDetails) -> str:
+    if error["type"] in _KINDS:
+        return f"must be {_KINDS[error['type']]}"
+    text = re.sub(r" after validation, not \d+", "", error["msg"])
+    for long, short in _BOUNDS.items():
+        text = text.replace(long, short)
+    return re.sub(r"^\w+ should ", "must ", text)
 
 
-def _wrong_entry(error: ErrorDetails, field: FieldInfo, inside: Sequence[int | str]) -> str | None:
-    """Say which field of which entry is wrong, and what to write; None where it is the whole list.
-
-    `inside` is the way from the setting to what is wrong: the number of an entry, and a name.
-    """
-    section = section_in(field.annotation)
-    match inside:
-        case [int() as number, *rest] if section is not None:
-            here = f"entry {number + 1}"
-        case _:
-            return None
-    if not rest:
-        return f"{here} is {shown(error['input'])}; write {_example(section)}"
-    name = str(rest[0])
-    there = section.model_fields.get(name)
-    if there is None:
-        guess = closest(name, section.model_fields)
-        does = f"did you mean {guess}?" if guess else f"it has {', '.join(section.model_fields)}"
-        return f"{here}: {name}: no such setting; {does}"
-    if error["type"] == "missing":
-        return f"{here} has no {name}; write {name}: {_value(there)} ({there.description})"
-    text = f"{here}: {name} needs {needed(there, error['input'])}, got {shown(error['input'])}"
-    guess = closest(str(error["input"]), map(str, literal_values(there.annotation)))
-    return f"{text}; did you mean {guess}?" if guess else f"{text}; write {name}: {_value(there)}"
+def _hint(errors: Sequence[ErrorDetails], field: FieldInfo, section: type[BaseModel] | None) -> str:
+    """Return what to write instead of a value, for the slips people make."""
+    value, kinds = errors[0]["input"], {error["type"] for error in errors}
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    choices = [each for error in errors for each in re.findall("'(.*?)'", error["msg"])]
+    if isinstance(value, str) and (guess := closest(value, choices)):
+        return f"Did you mean {guess}?"
+    quoted = isinstance(value, str) and isinstance(parse_scalar(value), int | float)
+    if quoted and kinds & {"int_type", "float_type"}:
+        return "Leave out the quotes"
+    if "string_type" in kinds and is_number:
+        return f'Put it in quotes: "{value}"'
+    if "bool_type" in kinds and (meaning := _YAML_1_1.get(str(value).lower())):
+        return f"Write {meaning}"
+    if "model_type" in kinds and section is not None:
+        required = {name: f for name, f in section.model_fields.items() if f.is_required()}
+        entry = ", ".join(f"{name}: {_example(each)}" for name, each in required.items())
+        return f"Write {{{entry}}}" if entry else f"It has {', '.join(section.model_fields)}"
+    return f"Write e.g. {field.examples[0]}" if field.examples else ""
 
 
-def _example(section: type[BaseModel]) -> str:
-    """Return how an entry is written, with the settings that it must have."""
-    required = {name: field for name, field in section.model_fields.items() if field.is_required()}
-    return "{" + ", ".join(f"{name}: {_value(field)}" for name, field in required.items()) + "}"
-
-
-def _value(field: FieldInfo) -> Any:
+def _example(field: FieldInfo) -> Any:
     """Return a value that a setting might have."""
-    choices = literal_values(field.annotation)
-    return (choices or field.examples or [needed(field)])[0]
+    return (literal_values(field.annotation) or field.examples or ["VALUE"])[0]

@@ -67,21 +67,21 @@ class Workload:
             _require_free(f"a command of workload {self.name}", command.name)
         names = [command.name for command in self.commands]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"workload {self.name} has two commands called {twice[0]}; keep one")
+            raise ConfigError(f"workload {self.name} has two commands called {twice[0]}. Keep one")
         places = {field: getattr(self, field) for field in ("sections", "task", "report")}
         places |= {f"command {command.name}": command.location for command in self.commands}
         for part, position in places.items():
             if (position or part != "report") and position.count(":") != 1:
                 raise ConfigError(
-                    f"{part} of workload {self.name} is {position!r}; write it as module:attribute"
+                    f"{part} of workload {self.name} must be module:attribute, got {position!r}"
                 )
 
     def load(self, part: str) -> Any:
-        """Import one of its parts, by the name of its field; refuse where a package is missing."""
+        """Import one of its parts, by the name of its field; raise where a package is missing."""
         return self._imported(part, str(getattr(self, part)))
 
     def load_command(self, name: str) -> Any:
-        """Import one of its commands; refuse where a package is missing."""
+        """Import one of its commands; raise where a package is missing."""
         (location,) = [command.location for command in self.commands if command.name == name]
         return self._imported(f"command {name}", location)
 
@@ -93,9 +93,8 @@ class Workload:
             return getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise UnsupportedError(
-                f"workload {self.name}: its {part} cannot be loaded from {location}: {error}; "
-                "repair "
-                f"{self.distribution}, or pip uninstall it"
+                f"workload {self.name}: its {part} cannot be loaded from {location}: {error}. "
+                f"Repair or uninstall {self.distribution}"
             ) from error
 
     @property
@@ -105,19 +104,19 @@ class Workload:
 
 
 def _require_free(what: str, name: str) -> None:
-    """Refuse a name that cannot be typed, or that the command line has a use for."""
+    """Raise for a name that cannot be typed, or that the command line uses itself."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{what} cannot be called {name!r}; write small letters, digits, - and _")
+        raise ConfigError(f"{what} cannot be called {name!r}. Write small letters, digits, - and _")
     if name in VERBS:
         raise ConfigError(
-            f"{what} cannot be called {name}: `narrowcast {name}` is a command of its own; choose "
-            "another name"
+            f"{what} cannot be called {name}, because `narrowcast {name}` exists. Choose another "
+            "name"
         )
 
 
 def require_modules(names: Iterable[str], *, of: str, install: str) -> None:
-    """Refuse to go on without these modules, and say what installs them."""
+    """Raise if one of these modules is missing, with what installs them."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         what = f"'{install}'" if install else " ".join(missing)
-        raise UnsupportedError(f"{of} needs {', '.join(missing)}; write pip install {what}")
+        raise UnsupportedError(f"{of} needs {', '.join(missing)}. Run pip install {what}")

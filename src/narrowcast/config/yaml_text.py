@@ -16,12 +16,6 @@ from typing import Any, final
 
 from narrowcast.errors import ConfigError
 
-LARGEST_DOCUMENT = 100_000
-"""Values a document may hold, so that aliases of aliases cannot fill the memory."""
-
-DEEPEST = 100
-"""Brackets that may be open at once: what ruamel takes for them grows with their square."""
-
 KeyPath = tuple[str, ...]
 
 
@@ -41,27 +35,19 @@ class YamlError(ConfigError):
     """A text that is not YAML, and the line where that shows."""
 
     def __init__(self, message: str, line: int) -> None:
-        """Keep the line beside the message."""
+        """Store the line with the message."""
         super().__init__(message)
         self.line = line
 
 
 def parse(text: str) -> Document:
-    """Read one YAML document, or raise YamlError with what to write instead."""
+    """Return one YAML document, or raise YamlError with what to write instead."""
     # Imported here: 40 ms that help and doctor do not need.
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
-    from ruamel.yaml.scanner import Scanner
-
-    class Shallow(Scanner):
-        def fetch_flow_collection_start(self, *args: Any, **named: Any) -> None:
-            if len(self.flow_context) >= DEEPEST:
-                raise RecursionError
-            super().fetch_flow_collection_start(*args, **named)
 
     reader = _Reader()
     yaml = YAML(typ="safe", pure=True)
-    yaml.Scanner = Shallow
     try:
         with warnings.catch_warnings():
             # Naming an anchor twice is legal; the later one counts.
@@ -94,15 +80,6 @@ def _integer(text: str, base: int = 10) -> int | float:
     return -math.inf if text.startswith("-") else math.inf
 
 
-def is_unicode(text: str) -> bool:
-    """Say whether `text` can be written as UTF-8; a command line's words may not be."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _infinity(text: str) -> float:
     return float(text.replace(".", ""))
 
@@ -131,18 +108,13 @@ class _Reader:
     def __init__(self) -> None:
         self.lines: dict[KeyPath, int] = {}
         self.problems: list[tuple[int, str]] = []
-        self._values = 0
 
     def read_value(self, node: Any, path: KeyPath) -> object:
         """Return the value of `node`; an alias to itself ends in a RecursionError."""
-        self._values += 1
-        line = node.start_mark.line + 1
-        if self._values > LARGEST_DOCUMENT:
-            raise YamlError(f"more than {LARGEST_DOCUMENT} values; write fewer aliases", line)
         tag = str(node.tag)
         if tag not in _MEANINGFUL:
-            name = tag.replace(_TAG, "!!")
-            self.problems.append((line, f"the tag {name} has no meaning here; leave it out"))
+            text = f"the tag {tag.replace(_TAG, '!!')} is not supported. Leave it out"
+            self.problems.append((node.start_mark.line + 1, text))
         match node.id:
             case "mapping":
                 return self._mapping(node, path)
@@ -157,12 +129,12 @@ class _Reader:
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if key_node.id != "scalar":
-                self.problems.append((line, "a key is one word, not a list or a mapping"))
+                self.problems.append((line, "a key must be one word, not a list or a mapping"))
                 continue
             key = str(key_node.value)
             if key in here:
                 dotted = ".".join((*path, key))
-                text = f"{dotted}: given twice, also in line {here[key]}; keep one of them"
+                text = f"{dotted} is set twice, also in line {here[key]}. Keep one of them"
                 self.problems.append((line, text))
             here[key] = self.lines[(*path, key)] = line
             results[key] = self.read_value(value_node, (*path, key))
@@ -170,11 +142,6 @@ class _Reader:
 
     def _scalar(self, node: Any, tag: str) -> object:
         text = str(node.value)
-        if not is_unicode(text):
-            self.problems.append(
-                (node.start_mark.line + 1, "half of a surrogate pair; write the whole character")
-            )
-            return ""
         if node.style is not None:
             return text
         value = parse_scalar(text)
@@ -184,15 +151,15 @@ class _Reader:
 
 
 def _advice(problem: str) -> str:
-    """Say what to write instead, for the slips people make."""
+    """Return what to write instead, for the slips people make."""
     if "'\\t'" in problem or "tab" in problem:
-        return "a tab where YAML wants spaces; indent with spaces"
+        return "a tab is used for indentation. Indent with spaces"
     if "alias" in problem:
-        return 'a word that begins with * must stand in quotes; write e.g. "*.norm"'
+        return 'a word that begins with * must be in quotes. Write e.g. "*.norm"'
     if "mapping values are not allowed" in problem:
-        return "a second colon on the line; put the value in quotes, or begin a new line"
+        return "a line has two colons. Put the value in quotes, or begin a new line"
     if "another document" in problem:
-        return "a second document (---); write one recipe a file"
+        return "a file must hold one recipe, got a second document (---)"
     if "cannot start any token" in problem:
-        return f"{problem}; put the value in quotes"
+        return f"{problem}. Put the value in quotes"
     return f"not YAML: {problem}"

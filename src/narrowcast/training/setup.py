@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from narrowcast.config.common.strategy import StrategySection
 from narrowcast.config.common_sections import LossScaleSection
 from narrowcast.config.sections import Recipe
+from narrowcast.config.strategy import StrategySection
 from narrowcast.errors import ConfigError
 from narrowcast.hardware.profile import StepProfile
 from narrowcast.health.faults.faults import Fault, Faults

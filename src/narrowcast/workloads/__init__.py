@@ -45,7 +45,7 @@ def recipe_files() -> dict[str, Path]:
 
 def shipped_recipes() -> list[tuple[str, str]]:
     """Return the name and the one-line description of each of them."""
-    from narrowcast.config.shipped import read_description
+    from narrowcast.config.registry import read_description
 
     return [(name, read_description(path)) for name, path in recipe_files().items()]
 

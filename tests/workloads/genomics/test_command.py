@@ -81,7 +81,7 @@ TABLE = "sequence,alternative\nACGT,ACGA\nACGT,AC!A\n"
         ("base", ["pretrain"], "pretrain needs sequences", 2),
         ("base", ["pretrain", "a.fa", "data.path=b.fa"], "is set by the files", 2),
         ("base", ["pretrain", "none.fa"], "none.fa cannot be read", 2),
-        ("base", ["pretrain", "a.fa", "stepps=2"], "did you mean steps", 2),
+        ("base", ["pretrain", "a.fa", "stepps=2"], "Did you mean steps", 2),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_words(

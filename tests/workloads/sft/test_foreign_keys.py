@@ -25,14 +25,14 @@ FLAT = [
 
 @pytest.mark.parametrize("key", FLAT)
 def test_key_of_the_flat_file_gets_a_pointer(key):
-    with pytest.raises(ConfigError, match=r"write [\w.]+=|did you mean [\w.]+\?|leave it out"):
+    with pytest.raises(ConfigError, match=r"Write [\w.]+=|Did you mean [\w.]+\?|Leave it out"):
         load_recipe("sft/tiny", [f"{key}=1"])
 
 
 WRITTEN = [
-    advice.removeprefix("write ").partition("=")[0]
+    advice.removeprefix("Write ").partition("=")[0]
     for advice in ADVICE.values()
-    if advice.startswith("write")
+    if advice.startswith("Write")
 ]
 
 
@@ -41,10 +41,12 @@ def test_settings_that_are_pointed_to_exist(target):
     assert target in load_recipe("sft/tiny").resolved()
 
 
-def test_flat_file_without_a_workload_is_told_so(tmp_path):
+def test_flat_file_needs_a_workload_and_then_gets_pointers(tmp_path):
     file = tmp_path / "flat.yaml"
     file.write_text("model_name_or_path: gpt2\nlora_r: 16\n")
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match="workload: must name a workload, got none"):
         load_recipe(file)
-    assert "model_name_or_path: no such setting; write path under model:" in str(raised.value)
-    assert "lora_r: no such setting without a workload" in str(raised.value)
+    with pytest.raises(ConfigError) as raised:
+        load_recipe(file, ["workload=sft"])
+    assert "model_name_or_path: no such setting. Write path under model:" in str(raised.value)
+    assert "lora_r: no such setting. Did you mean lora.lora_r?" in str(raised.value)

@@ -18,7 +18,7 @@ from typing import Any, Literal, SupportsIndex, TypeVar, cast, final, get_args, 
 import torch
 from torch import Tensor, nn
 
-from narrowcast.config.common.strategy import ReadoutSection, StrategySection
+from narrowcast.config.strategy import ReadoutSection, StrategySection
 from narrowcast.errors import ConfigError
 from narrowcast.precision.plan.policy import suggestion
 from narrowcast.precision.step.captured_step import CapturedStep

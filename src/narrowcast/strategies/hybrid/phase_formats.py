@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import final
 
-from narrowcast.config.common.strategy import StrategySection
 from narrowcast.config.sections import Recipe
+from narrowcast.config.strategy import StrategySection
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.precision.plan.phases import PHASES, Phase, PhasePolicies
 from narrowcast.precision.plan.plan import Plan

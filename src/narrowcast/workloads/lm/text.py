@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from narrowcast.config.globs import matching
+from narrowcast.config.files import matching
 from narrowcast.config.problems import Problems, shown_path
 from narrowcast.errors import ConfigError
 from narrowcast.plain_files import expand_path, read_plain, stat_or_none

@@ -33,7 +33,7 @@ def test_a_parquet_file_is_read_or_what_reads_it_is_named(tmp_path):
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        with pytest.raises(UnsupportedError, match="needs pyarrow; write pip install 'pyarrow'"):
+        with pytest.raises(UnsupportedError, match=r"needs pyarrow. Run pip install 'pyarrow'"):
             list(read_rows(path))
         return
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)

@@ -70,7 +70,7 @@ def test_what_is_no_file_is_said_at_once(write, tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is there")
 def test_a_name_of_the_hub_says_what_to_install():
-    with pytest.raises(UnsupportedError, match=r"is not a file; .* needs datasets; write pip"):
+    with pytest.raises(UnsupportedError, match=r"is not a file; .* needs datasets. Run pip"):
         find_sources(SftData(path="openai/gsm8k", dataset_config_name="main"))
 
 

@@ -46,7 +46,7 @@ def test_a_setting_that_would_do_nothing_is_refused(settings):
         ("eval_tasks.samples=1001", "samples"),
         ("eval_tasks.max_new_tokens=0", "max_new_tokens"),
         ("eval_tasks.exact_match_by=letters", "exact_match_by"),
-        ("eval_tasks.perplexty=x", "did you mean perplexity"),
+        ("eval_tasks.perplexty=x", "Did you mean perplexity"),
         ("eval_tasks.every=5", "set perplexity to a file"),
     ],
 )

@@ -11,8 +11,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from narrowcast.config.common.strategy import ReadoutSection
 from narrowcast.config.sections import Recipe
+from narrowcast.config.strategy import ReadoutSection
 from narrowcast.errors import ConfigError, blamed_on
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.strategies.hybrid.budget import STEP_COST, ChoosingBudget

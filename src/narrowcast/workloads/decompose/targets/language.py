@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast.config.globs import matching
+from narrowcast.config.files import matching
 from narrowcast.config.problems import shown_path
 from narrowcast.errors import ConfigError
 from narrowcast.plain_files import expand_path, read_plain, stat_or_none

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from narrowcast.config.globs import matching
+from narrowcast.config.files import matching
 from narrowcast.config.problems import Problems, shown_path
 from narrowcast.errors import ConfigError
 from narrowcast.plain_files import expand_path, open_plain, stat_or_none

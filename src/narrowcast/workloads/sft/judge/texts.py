@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import NamedTuple
 
-from narrowcast.config.globs import matching
+from narrowcast.config.files import matching
 from narrowcast.config.problems import Problems, shown_path
 from narrowcast.errors import ConfigError
 from narrowcast.plain_files import expand_path, open_plain, stat_or_none

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from narrowcast.config.limits import MOST_STEPS
 from narrowcast.config.phases import PolicyText
-from narrowcast.config.section import Section, check_conflicts
+from narrowcast.config.section import Conflict, Section, Steps
 
 PresetName = Literal["conservative", "balanced", "aggressive"]
 PhaseName = Literal["warmup", "full", "predict", "correct"]
@@ -59,10 +58,8 @@ class ReadoutSection(Section):
         max_length=MOST_AVERAGES,
         description="half-lives of the weight averages, as fractions of the run; []: no averages",
     )
-    every: int | None = Field(
+    every: Steps | None = Field(
         default=None,
-        ge=1,
-        le=MOST_STEPS,
         description=(
             "steps between updates of the averages; none: a tenth of the shortest half-life"
         ),
@@ -81,23 +78,16 @@ class ReadoutSection(Section):
 class PhasesSection(Section):
     """How long each phase lasts, and when a jump is tried."""
 
-    warmup_steps: int | None = Field(
+    warmup_steps: Steps | None = Field(
         default=None,
-        ge=1,
-        le=MOST_STEPS,
         description=(
             "steps before the first jump and, if set, before lookahead starts; none: as in the "
             "preset"
         ),
     )
-    full_steps: int = Field(
-        default=15, ge=1, le=MOST_STEPS, description="training steps between jumps"
-    )
-    max_predict_steps: int = Field(
-        default=80,
-        ge=1,
-        le=MOST_STEPS,
-        description="maximum number of steps that one jump replaces",
+    full_steps: Steps = Field(default=15, description="training steps between jumps")
+    max_predict_steps: Steps = Field(
+        default=80, description="maximum number of steps that one jump replaces"
     )
     confidence_threshold: float = Field(
         default=0.75,
@@ -207,25 +197,19 @@ class StrategySection(Section):
         """Whether phases have formats of their own."""
         return self.is_hybrid and (self.precision != "policy" or bool(self.policies))
 
-    @model_validator(mode="after")
-    def _is_obeyed(self) -> Self:
-        """Refuse settings that nothing heeds."""
-        if self.name == "none":
-            check_conflicts(
-                [
-                    (
-                        (key, "name"),
-                        (f"{key} needs hybrid training. Write strategy=hybrid too"),
-                    )
-                    for key in self._other_than_default()
-                ]
-            )
-            return self
-        if self.enabled:
-            check_conflicts([*self._unused_by_jumps(), *self._unused_by_others()])
-        return self
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield settings that have no effect."""
+        if self.name == "hybrid":
+            if self.enabled:
+                yield from self._unused_by_jumps()
+                yield from self._unused_by_others()
+            return
+        for key, field in type(self).model_fields.items():
+            default = field.get_default(call_default_factory=True)
+            if key not in ("name", "enabled") and getattr(self, key) != default:
+                yield (key, "name"), f"{key} needs hybrid training. Write strategy=hybrid too"
 
-    def _unused_by_jumps(self) -> Iterator[tuple[tuple[str, ...], str]]:
+    def _unused_by_jumps(self) -> Iterator[Conflict]:
         """Yield the settings of jumps in a preset that has none."""
         if self.has_jumps:
             return
@@ -240,7 +224,7 @@ class StrategySection(Section):
             text = f"only the aggressive preset has a phase {phase}. {fix} policies.{phase} out"
             yield (f"policies.{phase}", "preset"), text
 
-    def _unused_by_others(self) -> Iterator[tuple[tuple[str, ...], str]]:
+    def _unused_by_others(self) -> Iterator[Conflict]:
         """Yield the settings of what this strategy does not have, jumps left aside."""
         switched_off = self.lookahead.enabled is False
         if not (self.has_lookahead or switched_off or self.lookahead == LookaheadSection()):
@@ -261,12 +245,3 @@ class StrategySection(Section):
             if not self.readout.half_lives and getattr(self.readout, key) != default:
                 text = f"{key} needs at least one average. Leave {key} out, or set half_lives"
                 yield (f"readout.{key}", "readout.half_lives"), text
-
-    def _other_than_default(self) -> list[str]:
-        plain = {"name", "enabled"}
-        return [
-            key
-            for key, field in type(self).model_fields.items()
-            if key not in plain
-            and getattr(self, key) != field.get_default(call_default_factory=True)
-        ]

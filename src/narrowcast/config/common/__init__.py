@@ -1,1 +1,0 @@
-"""Sections that every recipe has, a file each."""
