@@ -1,5 +1,4 @@
-from narrowcast.report.active_formats import active_formats
-from narrowcast.report.layers import layers
+from narrowcast.report.layers import active_formats, layers
 from narrowcast.runs import PrecisionRecord
 
 

@@ -155,7 +155,7 @@ def test_the_page_tells_what_became_of_the_tensors(healthy_folder):
         "Saturation in blocks.1.mlp.down (input) since step 150: amax 2,900 is beyond 448",
         "Keep it with precision.overrides.",
         "blocks.1.mlp.down went from fp16 to bf16 at step 200, and stayed so: saturated.",
-        "4 modules, 8 tensors, sampled at 30 steps; the worst is input of blocks.1.mlp.down",
+        "4 modules, 8 tensors, sampled at 30 steps; the worst is the input of blocks.1.mlp.down",
         "blocks.1.mlp.down · input",
         "above the format",
         "since 200",

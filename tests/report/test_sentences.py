@@ -1,4 +1,4 @@
-from narrowcast.report.sentences import sentences
+from narrowcast.report.summary import sentences
 from narrowcast.runs import FindingRecord, PrecisionRecord
 
 

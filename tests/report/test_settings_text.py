@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from narrowcast.report.settings_text import written
+from narrowcast.report.phrases import written
 
 TEXTS = st.text(st.sampled_from("abnoy-_. /%:#{}[],'\"0159tTrueéñ"), max_size=8)
 VALUES = st.recursive(

@@ -30,7 +30,7 @@ def test_a_skip_without_a_reason_is_not_left_out(run_data_of, step):
 
 def test_findings_that_say_the_same_are_one_row(run_data_of):
     data = run_data_of([finding(3), finding(9), finding(9, module="embed")], steps=10)
-    found = [(f.module, f.times, f.steps) for f in tables.findings(data)]
+    found = [(f.first.module, f.times, f.steps) for f in tables.findings(data)]
     assert found == [("head", 2, "3, 9"), ("embed", 1, "9")]
 
 

@@ -83,8 +83,8 @@ def _print_comparison(comparison: "Comparison") -> None:
     for title in ("seeds", *fields.values()):
         table.add_column(title, justify="right")
     for row in rows(comparison):
-        cells = (row.label, row.seeds, *(getattr(row, field) for field in fields))
-        table.add_row(*cells, style="bold" if row.best else "")
+        cells = (row[field] for field in ("label", "seeds", *fields))
+        table.add_row(*cells, style="bold" if row["best"] else "")
     console.print(table)
     console.print()
     if any(len(group.seeds) > 1 for group in comparison.groups):

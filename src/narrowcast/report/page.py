@@ -7,7 +7,6 @@ from typing import Any
 from markupsafe import Markup
 
 from narrowcast.report import tables
-from narrowcast.report.active_formats import active_formats
 from narrowcast.report.charts.heat import HeatMap, heat_map
 from narrowcast.report.charts.run_charts import (
     Chart,
@@ -18,11 +17,10 @@ from narrowcast.report.charts.run_charts import (
     small_charts,
 )
 from narrowcast.report.charts.spread import spread_charts, spread_note
-from narrowcast.report.layers import format_shares, layers
+from narrowcast.report.layers import active_formats, format_shares, layers
 from narrowcast.report.rendering import render, write_page
 from narrowcast.report.run_data import RunData, read_run
-from narrowcast.report.sentences import sentences
-from narrowcast.report.summary import ending, facts, headline
+from narrowcast.report.summary import ending, facts, headline, sentences
 from narrowcast.runs.report_section import ReportSection, ReportSections
 
 FILE = "report.html"

@@ -4,8 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowcast.report.phrases import (
     capital,
@@ -16,9 +15,9 @@ from narrowcast.report.phrases import (
     said,
     share,
     size,
+    written,
 )
 from narrowcast.report.run_data import RunData
-from narrowcast.report.settings_text import written
 from narrowcast.runs.records import FindingRecord
 
 MOST_ROWS = 200
@@ -40,8 +39,7 @@ ROLES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reason:
+class Reason(NamedTuple):
     """Why steps were skipped, and how often."""
 
     why: str
@@ -49,25 +47,17 @@ class Reason:
     steps: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class FindingRow:
-    """Findings that say the same, in one row."""
+class FindingRow(NamedTuple):
+    """Equal findings in one row."""
 
-    module: str
-    role: str
-    what: str
-    why: str
-    action: str
-    advice: str
+    first: FindingRecord
     since: int
-    """Where the first of them began."""
     times: int
     steps: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bytes:
-    """What one role of the training state weighs."""
+class Bytes(NamedTuple):
+    """The size of one role of the training state."""
 
     role: str
     size: str
@@ -75,21 +65,12 @@ class Bytes:
     percent: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class SettingRow:
-    """One key of the recipe, its value, and who set it."""
+class SettingRow(NamedTuple):
+    """One key of the recipe, its value, and where it was set."""
 
     key: str
     value: str
     origin: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Surrounding:
-    """One fact of the environment, with a value for each session unless they agree."""
-
-    key: str
-    values: tuple[str, ...]
 
 
 def eval_table(data: RunData) -> tuple[list[str], list[list[str]]]:
@@ -132,9 +113,7 @@ def reasons(data: RunData) -> list[Reason]:
         if not record.applied:
             why = _SCALE_CHANGE.sub("", record.skip_reason) or "no reason recorded"
             skipped.setdefault(why, []).append(record.step)
-    matches = [
-        Reason(why=why, times=len(steps), steps=_span(steps)) for why, steps in skipped.items()
-    ]
+    matches = [Reason(why, len(steps), _span(steps)) for why, steps in skipped.items()]
     return sorted(matches, key=lambda reason: -reason.times)
 
 
@@ -145,17 +124,7 @@ def findings(data: RunData) -> list[FindingRow]:
         key = (r.module, r.role, r.what, r.why, r.action, r.advice)
         groups.setdefault(key, []).append(r)
     return [
-        FindingRow(
-            module=same[0].module,
-            role=same[0].role,
-            what=same[0].what,
-            why=same[0].why,
-            action=same[0].action,
-            advice=same[0].advice,
-            since=min(r.since for r in same),
-            times=len(same),
-            steps=_span([r.step for r in same]),
-        )
+        FindingRow(same[0], min(r.since for r in same), len(same), _span([r.step for r in same]))
         for same in groups.values()
     ]
 
@@ -180,21 +149,21 @@ def bytes_by_role(plan: Mapping[str, Any]) -> tuple[list[Bytes], str]:
 def settings(data: RunData) -> tuple[list[SettingRow], list[SettingRow]]:
     """List the recipe: what somebody set, and what was left at its default."""
     result = [
-        SettingRow(key=key, value=written(entry.get("value")), origin=str(entry.get("origin", "")))
+        SettingRow(key, written(entry.get("value")), str(entry.get("origin", "")))
         for key, entry in data.settings.items()
     ]
     chosen = [setting for setting in result if setting.origin != "default"]
     return chosen, [setting for setting in result if setting.origin == "default"]
 
 
-def surroundings(data: RunData) -> list[Surrounding]:
-    """List the environment of the run's sessions."""
+def surroundings(data: RunData) -> list[tuple[str, tuple[str, ...]]]:
+    """List the environment: each key with a value per session, or one where they agree."""
     flat = [dict(_flattened(session)) for session in data.sessions]
     keys = dict.fromkeys(key for session in flat for key in session)
     rows = []
     for key in keys:
         values = tuple(session.get(key, "–") for session in flat)
-        rows.append(Surrounding(key=key, values=values[:1] if len(set(values)) == 1 else values))
+        rows.append((key, values[:1] if len(set(values)) == 1 else values))
     return rows
 
 
@@ -251,7 +220,7 @@ def speed_table(data: RunData) -> list[tuple[str, str, str]]:
         (
             f"{capital(data.task.units)} per second",
             large(items / total),
-            (f"{large(items)} in total"),
+            f"{large(items)} in total",
         ),
     ]
     if skipped > 0:

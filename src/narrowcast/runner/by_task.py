@@ -11,7 +11,7 @@ from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.kernels import launch
 from narrowcast.precision.plan.tasks import TaskPrecision, optimal_precision
-from narrowcast.report.settings_text import written
+from narrowcast.report.phrases import written
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.workloads import build_task
 

@@ -25,7 +25,7 @@ from narrowcast.hardware import detect_hardware
 from narrowcast.hardware.randomness import OwnRandomness
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.report.trackers import open_trackers, require_trackers
+from narrowcast.report.trackers import Trackers, open_trackers, require_trackers
 from narrowcast.runner.assemble import Assembled, assemble, check_settings, planned
 from narrowcast.runner.by_task import decided
 from narrowcast.runner.changes import (
@@ -247,7 +247,10 @@ class Run:
         step = self.resumed_from or 0
         report_is_due(home.path())
         try:
-            with contextlib.closing(self._records) as records, self._trackers(tell) as trackers:
+            with (
+                contextlib.closing(self._records) as records,
+                contextlib.closing(self._trackers(tell)) as trackers,
+            ):
                 for record in records:
                     folder.write(record)
                     home.look()
@@ -285,7 +288,7 @@ class Run:
         """Close it."""
         self.close()
 
-    def _trackers(self, tell: Tell) -> Any:
+    def _trackers(self, tell: Tell) -> Trackers:
         assert self.folder is not None
         return open_trackers(
             self.recipe.trackers,

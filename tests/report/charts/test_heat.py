@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.report.charts.heat import MOST_COLUMNS, WORST_TENSORS, heat_map
-from narrowcast.report.charts.tensors import BROKEN
+from narrowcast.report.charts.heat import BROKEN, MOST_COLUMNS, WORST_TENSORS, heat_map
 from narrowcast.runs import HealthRecord
 
 
@@ -68,15 +67,15 @@ def test_one_bad_step_of_ten_thousand_is_seen():
     heat = heat_map(records)
     assert min(columns_of(heat, "snr_db")) == 2.5
     assert max(columns_of(heat, "overflow")) == 0.25
-    assert heat.worst[0].step == "7,003"
+    assert heat.worst[0]["step"] == "7,003"
     assert "worst of 55 or 56 sampled steps" in heat.note
 
 
 def test_the_tensor_that_outgrows_its_format_is_the_worst(growing):
     heat = heat_map(growing(range(10, 301, 10), ["calm", "blocks.1.mlp.down"]))
-    assert (heat.worst[0].module, heat.worst[0].role) == ("blocks.1.mlp.down", "input")
-    assert heat.worst[0].step == "300"
-    assert "the worst is input of blocks.1.mlp.down in e4m3" in heat.alt
+    assert (heat.worst[0]["module"], heat.worst[0]["role"]) == ("blocks.1.mlp.down", "input")
+    assert heat.worst[0]["step"] == "300"
+    assert "the worst is the input of blocks.1.mlp.down in e4m3" in heat.alt
     assert "overflowed" in heat.alt
 
 
@@ -90,8 +89,8 @@ def test_tensors_that_are_not_finite_come_before_all_others(growing):
     records = growing(range(10, 31, 10), ["a", "b", "c"])
     worse = replace(records[1], nonfinite=(0.0, 0.5, 0.0, 0.0, 0.0, 0.0))
     heat = heat_map([records[0], worse, records[2]])
-    assert (heat.worst[0].module, heat.worst[0].role) == ("a", "grad_output")
-    assert heat.worst[0].nonfinite == "50 %"
+    assert (heat.worst[0]["module"], heat.worst[0]["role"]) == ("a", "grad_output")
+    assert heat.worst[0]["nonfinite"] == "50 %"
     assert "nonfinite" in [name for name, _ in heat.measures]
 
 
@@ -108,7 +107,7 @@ def test_the_first_to_break_is_the_one_a_step_makes_first(sample, tensor):
         nonfinite=tuple(share.get(place, 0.0) for place in places),
     )
     heat = heat_map([calm, bad])
-    assert [(row.module, row.role) for row in heat.worst[:7]] == [
+    assert [(row["module"], row["role"]) for row in heat.worst[:7]] == [
         ("b", "input"),
         ("b", "output"),
         ("c", "input"),
@@ -117,8 +116,8 @@ def test_the_first_to_break_is_the_one_a_step_makes_first(sample, tensor):
         ("b", "grad_output"),
         ("a", "grad_output"),
     ]
-    assert {row.step for row in heat.worst[:7]} == {"10"}
-    assert "the first to break, at step 10, is input of b in fp16" in heat.alt
+    assert {row["step"] for row in heat.worst[:7]} == {"10"}
+    assert "the first non-finite one, at step 10, is the input of b in fp16" in heat.alt
     drawn = columns_of(heat, "snr_db", places.index(("c", "input")))
     assert drawn == [round(calm.snr_db[0], 1), BROKEN]
 
@@ -128,7 +127,7 @@ def test_saturation_is_the_worst_even_where_the_ratio_hides_it(growing):
     snr = (31.0, 25.0, 31.0, 25.0)
     hidden = [replace(r, overflow=(0.002, 0.0, 0.0, 0.0), snr_db=snr) for r in records]
     heat = heat_map(hidden)
-    assert (heat.worst[0].module, heat.worst[0].role) == ("a", "input")
+    assert (heat.worst[0]["module"], heat.worst[0]["role"]) == ("a", "input")
     assert heat.opens == "overflow"
     assert heat_map([replace(r, overflow=(0.0,) * 4) for r in hidden]).opens == "snr_db"
     assert heat_map([replace(r, snr_db=(31.0, 5.0, 31.0, 25.0)) for r in hidden]).opens == "snr_db"
@@ -142,9 +141,9 @@ def test_what_was_never_measured_and_what_is_not_finite_are_still_strict_json(sa
     heat = heat_map([record, broken])
     assert json.dumps(heat.data, allow_nan=False)
     assert heat.data["measures"]["snr_db"][0] is None
-    assert heat.worst[0].snr == "not finite"
-    assert heat.worst[0].amax == "infinite"
-    assert heat.worst[1].snr == "–"
+    assert heat.worst[0]["snr"] == "not finite"
+    assert heat.worst[0]["amax"] == "infinite"
+    assert heat.worst[1]["snr"] == "–"
 
 
 def test_a_row_that_never_changes_is_one_number(growing):
@@ -156,7 +155,7 @@ def test_a_row_that_never_changes_is_one_number(growing):
 def test_one_sample_of_one_tensor_has_a_map(sample, tensor):
     heat = heat_map([sample(7, {("", "input"): ("e4m3", tensor(1.0))})])
     assert heat.data["edges"] == [6.5, 7.5]
-    assert "the worst is input of the model itself" in heat.alt
+    assert "the worst is the input of the model itself" in heat.alt
     assert heat.note == "Each column is one sampled step."
 
 

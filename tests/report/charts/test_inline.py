@@ -5,8 +5,8 @@ from importlib.resources import files
 
 import pytest
 
-from narrowcast.report.charts.inline import asset, chart_data, packed_plotly, security_policy
 from narrowcast.report.charts.run_charts import Chart
+from narrowcast.report.rendering import asset, chart_data, packed_plotly, security_policy
 
 
 def test_the_packed_script_unpacks_to_the_plotly_that_is_installed():

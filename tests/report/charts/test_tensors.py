@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from narrowcast.report.charts.tensors import BROKEN, COLLECTED, EXACT, tensors
+from narrowcast.report.charts.heat import BROKEN, COLLECTED, EXACT, tensors
 
 
 def test_every_value_of_every_tensor_is_in_its_series(growing):

@@ -5,7 +5,7 @@ import pytest
 
 from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.report.compare.comparison import compare
-from narrowcast.report.compare.intervals import estimate_mean
+from narrowcast.report.compare.groups import estimate_mean
 from narrowcast.report.compare.rows import headline, rows
 from narrowcast.report.compare.runs import TRAINING
 from narrowcast.runs import EvalRecord, Metric, TaskInfo
@@ -93,8 +93,8 @@ def test_every_run_reaches_a_target_that_was_not_given(make):
 def test_a_target_that_was_not_reached_is_told(make):
     folders = [make("a", seed=0), make("b", seed=1, offset=0.5)]
     (row,) = rows(compare(folders, target=2.2))
-    assert row.seconds_to == "4.0 s, 40 steps (1 of 2 runs)"
-    assert rows(compare(folders, target=0.1))[0].seconds_to == "not reached"
+    assert row["seconds_to"] == "4.0 s, 40 steps (1 of 2 runs)"
+    assert rows(compare(folders, target=0.1))[0]["seconds_to"] == "not reached"
 
 
 def test_the_same_seeds_are_compared_pair_by_pair(make):
@@ -165,7 +165,7 @@ def test_runs_of_different_data_have_no_best(make):
     assert headline(found) == (
         "The runs use different data, so their evaluated loss cannot be compared."
     )
-    assert not any(row.best for row in rows(found))
+    assert not any(row["best"] for row in rows(found))
 
 
 def test_difference_is_not_attributed_to_the_format_where_the_schedule_differs_too(make_run, step):
@@ -177,7 +177,7 @@ def test_difference_is_not_attributed_to_the_format_where_the_schedule_differs_t
         folders.append(str(make_run(records, steps=steps, folder=policy, **words)))
     found = compare(folders)
     notes = " ".join(found.notes)
-    assert "differ in 2 settings (precision.policy, steps)" in notes
+    assert "differ in several settings (precision.policy, steps)" in notes
     assert f"learning rates: at step 100, 6.67 × 10⁻⁴ in {folders[0]}, 5.00 × 10⁻⁴" in notes
     assert "(the runs differ in more than one setting)" in headline(found)
 
@@ -255,7 +255,7 @@ def test_which_value_is_best_and_what_is_reached_is_as_the_task_says(better, bes
         make("b", metric="score", task=task),
     ]
     found = compare(folders, target=2.25 if better == "higher" else 2.5)
-    assert [row.best for row in rows(found)] == best
+    assert [row["best"] for row in rows(found)] == best
     assert found.to_json()["lower_is_better"] is (better == "lower")
     # The score falls from 3: what is high is reached at once, what is low later.
     steps = [group.steps_to.mean for group in found.groups]
@@ -265,7 +265,7 @@ def test_which_value_is_best_and_what_is_reached_is_as_the_task_says(better, bes
 def test_a_metric_is_written_as_its_task_says(make, classifier):
     folders = [make(f"r{i}", metric="accuracy", seed=i, task=classifier) for i in (0, 1)]
     (row,) = rows(compare(folders))
-    assert row.at_step == "200.0% ± 0.0%"
+    assert row["at_step"] == "200.0% ± 0.0%"
 
 
 def test_the_headline_of_the_task_is_compared_though_another_metric_was_written_first(
@@ -311,7 +311,7 @@ def test_a_run_that_diverged_is_said_to_and_never_called_best(make, make_run, st
     dead = str(make_run([*skipped, *evals], steps=40, folder="dead", clip_norm=9.0))
     found = compare([dead, make("alive", clip_norm=1.0)])
     assert headline(found).startswith("clip_norm=1.0 has the best evaluated loss at step 20")
-    assert [(row.label, row.best) for row in rows(found)] == [
+    assert [(row["label"], row["best"]) for row in rows(found)] == [
         ("clip_norm=9.0 (diverged)", False),
         ("clip_norm=1.0", True),
     ]
@@ -329,4 +329,4 @@ def test_where_every_run_diverged_none_is_best(make_run, step):
     ]
     found = compare(folders)
     assert headline(found) == "Every group has runs that diverged, so there is no best one."
-    assert not any(row.best for row in rows(found))
+    assert not any(row["best"] for row in rows(found))

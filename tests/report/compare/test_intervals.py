@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.report.compare.intervals import estimate_difference, estimate_mean, t_quantile
+from narrowcast.report.compare.groups import estimate_difference, estimate_mean, t_quantile
 
 # Two-sided 95 %, as tables of Student's distribution print it.
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306,

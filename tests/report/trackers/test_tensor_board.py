@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from narrowcast.report.trackers.tensor_board import FOLDER, TensorBoard
+from narrowcast.report.trackers import TensorBoard
 from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord
 
 pytest.importorskip("tensorboard", reason="needs the package tensorboard")
@@ -13,7 +13,9 @@ pytest.importorskip("tensorboard", reason="needs the package tensorboard")
 def read(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder / FOLDER), size_guidance={"scalars": 0, "tensors": 0})
+    found = EventAccumulator(
+        str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}
+    )
     found.Reload()
     return found
 
@@ -70,7 +72,7 @@ def test_files_of_a_run_continued_at_once_sort_in_the_order_they_were_written(
 ):
     for _ in range(3):
         track([step(1)])
-    names = [path.name for path in sorted((tmp_path / FOLDER).iterdir())]
+    names = [path.name for path in sorted((tmp_path / "tensorboard").iterdir())]
     seconds = [int(name.split(".")[3]) for name in names]
     assert len(set(seconds)) == 3
 

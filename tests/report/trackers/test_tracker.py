@@ -2,7 +2,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from narrowcast.report.trackers.tracker import Trackers, numbers, record_text
+from narrowcast.report.trackers import Trackers, numbers, record_text
 from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, PrecisionRecord
 
 SAVED = CheckpointRecord(step=1, seconds_blocked=0.0, seconds_total=0.0, bytes=1)
@@ -32,9 +32,10 @@ def broken():
 
 def test_a_tracker_that_fails_says_so_once_and_the_others_go_on(step):
     told, fragile, sound = [], Fragile("take"), Fragile()
-    with Trackers({"one": lambda: fragile, "two": lambda: sound}, tell=told.append) as trackers:
-        for n in (1, 2, 3):
-            trackers.take(step(n))
+    trackers = Trackers({"one": lambda: fragile, "two": lambda: sound}, tell=told.append)
+    for n in (1, 2, 3):
+        trackers.take(step(n))
+    trackers.close()
     assert fragile.seen == [1]
     assert sound.seen == [1, 2, 3, "closed"]
     assert len(told) == 1
@@ -43,8 +44,9 @@ def test_a_tracker_that_fails_says_so_once_and_the_others_go_on(step):
 
 def test_a_tracker_that_cannot_be_opened_is_left_out(step):
     told, sound = [], Fragile()
-    with Trackers({"one": broken, "two": lambda: sound}, tell=told.append) as trackers:
-        trackers.take(step(1))
+    trackers = Trackers({"one": broken, "two": lambda: sound}, tell=told.append)
+    trackers.take(step(1))
+    trackers.close()
     assert sound.seen == [1, "closed"]
     assert ["no such server" in text for text in told] == [True]
 

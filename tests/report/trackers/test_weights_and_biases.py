@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from narrowcast.report.trackers.weights_and_biases import FOLDER, WeightsAndBiases
+from narrowcast.report.trackers import WeightsAndBiases
 from narrowcast.runs import EvalRecord, FindingRecord
 
 wandb = pytest.importorskip("wandb", reason="needs the package wandb")
@@ -32,7 +32,7 @@ def rows(folder):
     """Return the rows of the one offline run of a folder."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    (path,) = (folder / FOLDER).glob("offline-run-*/run-*.wandb")
+    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     found = []
     for message in messages(path):
         record = Record.FromString(message)
@@ -84,7 +84,7 @@ def test_what_is_found_out_later_stands_in_the_present_row_with_its_step(track, 
 
 def test_a_run_that_is_continued_has_each_step_once_and_keeps_its_id(track, tmp_path, step):
     def run_id():
-        (folder,) = (tmp_path / "run" / FOLDER).glob("offline-run-*")
+        (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
         return folder.name.rpartition("-")[2]
 
     track([step(1), step(2), step(3, loss=-3.0), step(4)])

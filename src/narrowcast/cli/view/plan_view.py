@@ -17,8 +17,7 @@ from narrowcast.config import Recipe
 from narrowcast.precision.plan.fusing import piece_lines
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.report.layers import Layer, bare_reason, layers, width
-from narrowcast.report.phrases import count, large, size
-from narrowcast.report.settings_text import written
+from narrowcast.report.phrases import count, large, size, written
 from narrowcast.training.phase_plans import get_phases, phases_json
 
 COLOURS = {"full": "", "half": "cyan", "eight": "magenta", "four": "red", "other": ""}

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowcast.report.active_formats import named
 from narrowcast.report.charts import drawing
 from narrowcast.report.charts.series import (
     Mark,
@@ -18,6 +17,7 @@ from narrowcast.report.charts.series import (
     smoothing_window,
     thinned,
 )
+from narrowcast.report.layers import named
 from narrowcast.report.phrases import capital, count, measured, said, scale, value
 from narrowcast.report.run_data import RunData
 

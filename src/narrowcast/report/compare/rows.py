@@ -1,11 +1,15 @@
 """A comparison in words: the headline, and the texts of its rows, for the table and the page."""
 
-from dataclasses import dataclass
+from typing import Any
 
-from narrowcast.report.compare.cautions import causes, different_data
-from narrowcast.report.compare.comparison import Comparison
-from narrowcast.report.compare.groups import ComparisonTerms, Group, difference, values_by_seed
-from narrowcast.report.compare.intervals import Estimate
+from narrowcast.report.compare.comparison import Comparison, causes, different_data
+from narrowcast.report.compare.groups import (
+    ComparisonTerms,
+    Estimate,
+    Group,
+    difference,
+    values_by_seed,
+)
 from narrowcast.report.compare.runs import PART, TRAINING
 from narrowcast.report.phrases import count, duration, large, measured, said, size
 from narrowcast.runs.task_info import Metric
@@ -13,26 +17,8 @@ from narrowcast.runs.task_info import Metric
 NOTHING = "–"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparisonRow:
-    """One group of runs as a reader sees it."""
-
-    label: str
-    seeds: str
-    folders: tuple[str, ...]
-    at_step: str
-    against: str
-    at_seconds: str
-    seconds_to: str
-    speed: str
-    skipped: str
-    peak: str
-    best: bool
-    """Whether its mean at the step is the best of all groups."""
-
-
-def rows(comparison: Comparison) -> list[ComparisonRow]:
-    """Write a row for each group."""
+def rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """Write a row for each group: its label, its seeds, the columns of `titles`, and `best`."""
     best = _best(comparison)
     base, metric = comparison.groups[0], comparison.terms.metric
     return [_row(group, metric, base=base, best=group is best) for group in comparison.groups]
@@ -113,20 +99,19 @@ def _time_to(group: Group) -> str:
     return message if whole else f"{message} ({group.reached} of {len(group.runs)} runs)"
 
 
-def _row(group: Group, metric: Metric, *, base: Group, best: bool) -> ComparisonRow:
-    return ComparisonRow(
-        label=f"{group.label} (diverged)" if group.diverged else group.label,
-        seeds=count(len(group.seeds)),
-        folders=tuple(run.label for run in group.runs),
-        at_step=interval(group.at_step, metric) if group.at_step else NOTHING,
-        against=_against(group, base),
-        at_seconds=interval(group.at_seconds, metric) if group.at_seconds else NOTHING,
-        seconds_to=_time_to(group),
-        speed=large(group.items_per_second),
-        skipped=count(group.skipped),
-        peak=size(group.peak_bytes),
-        best=best,
-    )
+def _row(group: Group, metric: Metric, *, base: Group, best: bool) -> dict[str, Any]:
+    return {
+        "label": f"{group.label} (diverged)" if group.diverged else group.label,
+        "seeds": count(len(group.seeds)),
+        "at_step": interval(group.at_step, metric) if group.at_step else NOTHING,
+        "against": _against(group, base),
+        "at_seconds": interval(group.at_seconds, metric) if group.at_seconds else NOTHING,
+        "seconds_to": _time_to(group),
+        "speed": large(group.items_per_second),
+        "skipped": count(group.skipped),
+        "peak": size(group.peak_bytes),
+        "best": best,
+    }
 
 
 def _against(group: Group, base: Group) -> str:

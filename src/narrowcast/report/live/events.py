@@ -2,12 +2,12 @@
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 from narrowcast.config.problems import shortened
-from narrowcast.report.active_formats import named
 from narrowcast.report.charts.series import Mark
+from narrowcast.report.layers import named
 from narrowcast.runs.records import (
     FindingRecord,
     PrecisionRecord,
@@ -94,9 +94,7 @@ class Event:
 
     def row(self) -> dict[str, Any]:
         """Return the event as a page takes it."""
-        names = ("key", "kind", "module", "role", "text", "why", "action", "before", "after")
-        numbers = ("first", "last", "times")
-        return {name: getattr(self, name) for name in (*names, *numbers)}
+        return {name: value for name, value in asdict(self).items() if name != "moved"}
 
 
 @final
@@ -116,7 +114,16 @@ class Events:
         match record:
             case FindingRecord():
                 self.findings += 1
-                self._add_finding(record)
+                self._put(
+                    (record.module, record.role, record.what),
+                    kind="finding",
+                    module=record.module,
+                    role=record.role,
+                    text=record.what,
+                    why=record.why,
+                    action=record.remedy,
+                    step=record.step,
+                )
             case PrecisionRecord():
                 self.changes += 1
                 self._put(
@@ -143,18 +150,6 @@ class Events:
     def since(self, moves: int) -> list[dict[str, Any]]:
         """Return the events that have changed since there were `moves` changes."""
         return [event.row() for event in self._events.values() if event.moved > moves]
-
-    def _add_finding(self, record: FindingRecord) -> None:
-        self._put(
-            (record.module, record.role, record.what),
-            kind="finding",
-            module=record.module,
-            role=record.role,
-            text=record.what,
-            why=record.why,
-            action=record.remedy,
-            step=record.step,
-        )
 
     def _put(self, location: tuple[object, ...], *, step: int, kind: str, **texts: str) -> None:
         earlier = self._events.pop(location, None)

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from dataclasses import replace
-from typing import Any, Protocol, final
+from typing import TypeAlias, final
 
 from narrowcast.report.charts.run_charts import LOSS
 from narrowcast.report.live.curve import Curve
@@ -41,20 +41,8 @@ PART = "part:"
 CURVES = ("loss", "scale", "speed", "memory", "norm", "lr", "lost", "evaluated", "headline")
 
 
-class Growing(Protocol):
-    """Rows that are added to, of which only the last may still change.
-
-    When earlier ones change too, `epoch` moves.
-    """
-
-    epoch: int
-    added: int
-    """How often something was added."""
-
-    def __len__(self) -> int: ...
-    def rows(self, start: int = 0) -> list[list[Any]]:
-        """Return the rows from `start` on."""
-        ...
+Growing: TypeAlias = Curve | Skips | Changes
+"""Rows that are added to, of which only the last may change; if others do too, `epoch` moves."""
 
 
 @final

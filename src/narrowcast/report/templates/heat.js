@@ -13,7 +13,7 @@ const heatMap = (() => {
       zmin: LOWEST, zmax: HIGHEST,
       colorscale: [[0, "@heat4"], [8 / 70, "@heat3"], [14 / 70, "@heat2"], [20 / 70, "@heat1"], [25 / 70, "@heat0"], [31 / 70, "@heat0"], [1, "@calm"]],
       tickvals: [0, 10, 20, 30, 40, 50, 60, 70], ticktext: ["≤ 0", "10", "20", "30", "40", "50", "60", "≥ 70"], title: "signal-to-noise ratio of the cast, dB",
-      note: "What is not finite is drawn as 0 dB; what was not cast, or not measured, is left empty.",
+      note: "Non-finite values are drawn as 0 dB. Tensors that were not cast or not measured are left empty.",
     },
     share: {
       zmin: NOTHING, zmax: 0,
