@@ -80,7 +80,7 @@ def load_recipe(
     One ConfigError lists everything that is wrong.
     """
     matched = read_source(source, shipped)
-    words = list(overrides)
+    arguments = list(overrides)
     try:
         document = parse(matched.text)
     except YamlError as error:
@@ -92,11 +92,11 @@ def load_recipe(
         )
     line = document.lines.get(("workload",))
     where = f"{matched.shown}{f':{line}' if line else ''}: workload"
-    known = _find_sections(document.value.get("workload"), words, sections, where=where)
+    known = _find_sections(document.value.get("workload"), arguments, sections, where=where)
     inputs = Overrides(recipe_tree(known))
     inputs.settings["name",] = Setting(matched.name, matched.origin, f"{matched.shown}: name")
     inputs.add_file(document, origin=matched.origin, shown_as=matched.shown)
-    inputs.add_arguments(words)
+    inputs.add_arguments(arguments)
     return _loaded(inputs, known, shown_as=matched.shown, text=matched.text)
 
 
@@ -111,15 +111,15 @@ def from_resolved(
 
     `text` is the recipe file that run was given.
     """
-    words = list(overrides)
+    arguments = list(overrides)
     for key, entry in resolved.items():
         if not isinstance(entry, Mapping) or set(entry) != {"value", "origin"}:
             raise CheckpointError(f"resolved.json is damaged: {key} has no value and origin")
     workload = resolved.get("workload", {}).get("value")
-    known = _find_sections(workload, words, sections, where="resolved.json: workload")
+    known = _find_sections(workload, arguments, sections, where="resolved.json: workload")
     inputs = Overrides(recipe_tree(known))
     inputs.add_resolved(resolved, shown_as="resolved.json")
-    inputs.add_arguments(words)
+    inputs.add_arguments(arguments)
     return _loaded(inputs, known, shown_as="resolved.json", text=text)
 
 
@@ -154,10 +154,10 @@ def _changed(section: _Kind, values: Mapping[str, Any]) -> _Kind:
 
 
 def _find_sections(
-    name: object, words: Iterable[str], sections: SectionsOf, *, where: str
+    name: object, arguments: Iterable[str], sections: SectionsOf, *, where: str
 ) -> Sections:
     """Return the sections of the workload, which decides what other settings there are."""
-    for word in words:
+    for word in arguments:
         key, equals, text = word.partition("=")
         if equals and key.strip() == "workload":
             name, where = text.strip().strip("'\""), shortened(word)
