@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import narrowcast as nc
 from narrowcast.bench.peers import convert_to_torchao
 from narrowcast.bench.timing import step_seconds
-from narrowcast.hardware import probe
+from narrowcast.hardware import detect_hardware
 from narrowcast.hardware.replay import captured
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.runs import describe_machine
@@ -90,21 +90,21 @@ def our_step(shape: Shape, device: torch.device, *, policy: str, compiled: bool)
     plan = make_plan(
         layer(shape, torch.device("meta")),
         policy,
-        hardware=probe(str(device)),
+        hardware=detect_hardware(str(device)),
         gemm_rows=shape[0],
-        running="captured",
+        execution="graphed",
     )
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), policy=plan)
     forward = torch.compile(model, dynamic=False) if compiled else model
     x, _ = operands(shape, device, torch.float32)
-    with torch.no_grad(), run.compute():
+    with torch.no_grad(), run.autocast():
         dtype = model(x.detach()).dtype
     x, grad_output = operands(shape, device, dtype)
 
     def step() -> None:
         # As an optimizer step does: an fp8 copy of the weight is then made in every step.
         torch.autograd.graph.increment_version(list(model.parameters()))
-        with run.compute():
+        with run.autocast():
             out = forward(x)
         out.backward(grad_output)
         clear_gradients(model, x)

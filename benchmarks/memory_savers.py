@@ -121,7 +121,7 @@ def loop_of(how: str, model: nn.Module) -> Loop:
         def by_narrowcast(loss: Tensor) -> None:
             run.step(loss)
 
-        return Loop(run.compute, by_narrowcast)
+        return Loop(run.autocast, by_narrowcast)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     if how == "torch checkpoint":
         again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)

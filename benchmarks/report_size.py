@@ -70,7 +70,7 @@ def course(steps: int, modules: int) -> Iterator[Record]:
     }
     sites = [(module, role) for module in names(modules) for role in ROLES]
     begins = [chance.randrange(13, 20) for _ in sites]
-    drifts = [chance.planned((0, 3, 7, -7, -14), (90, 4, 3, 2, 1))[0] for _ in sites]
+    drifts = [chance.choices((0, 3, 7, -7, -14), (90, 4, 3, 2, 1))[0] for _ in sites]
     scale = 65536.0
     for n in range(1, steps + 1):
         skipped = chance.random() < 0.002
