@@ -25,7 +25,7 @@ from narrowcast.runs import describe_machine
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
 from narrowcast.workloads.genomics.sequences.operations import kmer_counts, reverse_complement
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
-from narrowcast.workloads.genomics.sequences.tokenizers import ByteTokenizer, KmerTokenizer
+from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer
 
 BASES, RECORDS, LENGTH = 5_000_000, 200_000, 100
 
@@ -131,7 +131,7 @@ def damage(folder: Path, readers: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def tokens(sequence: str) -> dict[str, float]:
-    byte, kmer, dense = ByteTokenizer(DNA), KmerTokenizer(DNA), KmerTokenizer(DNA, 6, 5)
+    byte, kmer, dense = Tokenizer(DNA), Tokenizer(DNA, 3, 1), Tokenizer(DNA, 6, 5)
     works = {
         "encode, a letter a token": lambda: byte.encode(sequence),
         "encode, k=3 overlap=1": lambda: kmer.encode(sequence),

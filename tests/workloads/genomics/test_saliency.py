@@ -7,10 +7,10 @@ import torch
 from narrowcast.workloads.genomics.data.examples import Examples, Ragged
 from narrowcast.workloads.genomics.results import REACH, Judged, salient_variants
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
-from narrowcast.workloads.genomics.sequences.tokenizers import ByteTokenizer
+from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer
 from narrowcast.workloads.genomics.targets import NextToken, OneClass, Value
 
-TOKENIZER = ByteTokenizer(DNA)
+TOKENIZER = Tokenizer(DNA)
 LENGTH, AT = 64, 30
 WORTH = torch.randn(
     LENGTH, TOKENIZER.vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)

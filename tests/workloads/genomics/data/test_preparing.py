@@ -5,7 +5,7 @@ from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.data.preparing import as_examples, examine
 from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
-from narrowcast.workloads.genomics.sequences.tokenizers import ByteTokenizer, KmerTokenizer
+from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer
 from narrowcast.workloads.genomics.settings import GenomicData, Objective
 
 
@@ -173,7 +173,7 @@ def test_a_letter_alone_foretells_nothing(tmp_path, letters, length):
     objective = Objective(task="generation")
     rows = examine(data, objective, seed=0).parts["train"]
     with pytest.raises(ConfigError, match=r"g\.fa, record 1: no sequence has a known token"):
-        as_examples(rows, ByteTokenizer(DNA), objective, ())
+        as_examples(rows, Tokenizer(DNA), objective, ())
 
 
 def test_both_strands_are_learnt_and_one_is_judged_on(table):
@@ -224,7 +224,7 @@ def test_letters_that_are_cut_off_are_told(table):
 
 
 def test_a_token_has_the_class_of_its_middle_letter():
-    tokenizer = KmerTokenizer(DNA, 3, 1)
+    tokenizer = Tokenizer(DNA, 3, 1)
     row = Row(sequence="ACGTACGTAC", letters=np.arange(10))
     examples = as_examples([row], tokenizer, Objective(task="annotation"), ())
     # Letters 0-2, 2-4, 4-6, 6-8, and one that is left.
@@ -233,11 +233,11 @@ def test_a_token_has_the_class_of_its_middle_letter():
 
 
 def test_a_large_vocabulary_is_kept_whole():
-    tokenizer = KmerTokenizer(DNA, 8, 0)
+    tokenizer = Tokenizer(DNA, 8, 0)
     row = Row(sequence="GGGGGGGGG")
     ids = as_examples([row], tokenizer, Objective(task="generation"), ()).tokens[0]
     assert tokenizer.decode(ids) == "GGGGGGGGG"
-    assert as_examples([row], ByteTokenizer(DNA), Objective(task="generation"), ()).width == 16
+    assert as_examples([row], Tokenizer(DNA), Objective(task="generation"), ()).width == 16
 
 
 def test_classes_that_are_only_learnt_or_only_judged_are_said(table):

@@ -17,7 +17,7 @@ from narrowcast.workloads.genomics.sequences.labels import (
 )
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
 from narrowcast.workloads.genomics.sequences.readers.record import Feature, Part, Record
-from narrowcast.workloads.genomics.sequences.tokenizers import KmerTokenizer
+from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer
 
 
 def feature(kind, *parts):
@@ -66,7 +66,7 @@ def test_labels_of_the_other_strand_exchange_strands():
 
 @given(labels=st.lists(st.integers(0, 3), max_size=40), k=st.integers(1, 5), data=st.data())
 def test_labels_on_tokens_are_those_of_their_own_letters(labels, k, data):
-    tokenizer = KmerTokenizer(DNA, k, data.draw(st.integers(0, k - 1)))
+    tokenizer = Tokenizer(DNA, k, data.draw(st.integers(0, k - 1)))
     letters = data.draw(st.text("ACGTN", min_size=len(labels), max_size=len(labels)))
     ids = np.concatenate(([tokenizer.pad_id], tokenizer.encode(letters)))
     spans = tokenizer.token_spans(ids)
@@ -88,7 +88,7 @@ def test_labels_of_single_letters_come_back(labels):
 @given(length=st.integers(1, 40), k=st.integers(1, 5), data=st.data())
 def test_a_base_takes_the_value_of_the_nearest_token(length, k, data):
     overlap = data.draw(st.integers(0, k - 1))
-    tokenizer = KmerTokenizer(DNA, k, overlap)
+    tokenizer = Tokenizer(DNA, k, overlap)
     starts, ends = tokenizer.token_spans(tokenizer.encode("A" * length))
     found = base_values(np.arange(len(starts)), (starts, ends), length)
     middles = (starts + ends - 1) / 2

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import DNA, PROTEIN, RNA
 from narrowcast.workloads.genomics.sequences.tokenizers import (
-    ByteTokenizer,
-    KmerTokenizer,
+    Tokenizer,
     make_tokenizer,
 )
 
@@ -20,9 +19,9 @@ from narrowcast.workloads.genomics.sequences.tokenizers import (
 def tokenizers(draw):
     alphabet = draw(st.sampled_from([DNA, RNA, PROTEIN]))
     if draw(st.booleans()):
-        return ByteTokenizer(alphabet)
+        return Tokenizer(alphabet)
     k = draw(st.integers(1, 2 if alphabet is PROTEIN else 5))
-    return KmerTokenizer(alphabet, k, draw(st.integers(0, k - 1)))
+    return Tokenizer(alphabet, k, draw(st.integers(0, k - 1)))
 
 
 def letters_of(alphabet):
@@ -33,13 +32,13 @@ def letters_of(alphabet):
 @pytest.mark.parametrize(
     ("tokenizer", "size"),
     [
-        (KmerTokenizer(DNA, k=3), 77),
-        (KmerTokenizer(RNA, k=3), 75),
-        (KmerTokenizer(PROTEIN, k=2), 429),
-        (KmerTokenizer(DNA, k=6), 4109),
-        (ByteTokenizer(DNA), 13),
-        (ByteTokenizer(RNA), 11),
-        (ByteTokenizer(PROTEIN), 29),
+        (Tokenizer(DNA, 3, 1), 77),
+        (Tokenizer(RNA, 3, 1), 75),
+        (Tokenizer(PROTEIN, 2, 1), 429),
+        (Tokenizer(DNA, 6, 1), 4109),
+        (Tokenizer(DNA), 13),
+        (Tokenizer(RNA), 11),
+        (Tokenizer(PROTEIN), 29),
     ],
 )
 def test_vocabularies_have_the_sizes_of_the_specification(tokenizer, size):
@@ -48,11 +47,11 @@ def test_vocabularies_have_the_sizes_of_the_specification(tokenizer, size):
 
 
 def test_kmers_stand_in_product_order_before_single_letters():
-    tokens = KmerTokenizer(DNA, k=3).tokens
+    tokens = Tokenizer(DNA, 3, 1).tokens
     assert tokens[7:9] == ("[N]", "[RC]")
     assert list(tokens[9:73]) == ["".join(each) for each in product("ATCG", repeat=3)]
     assert tokens[73:] == tuple("ATCG")
-    assert KmerTokenizer(PROTEIN, k=2).tokens[7:10] == ("[X]", "[STOP]", "AA")
+    assert Tokenizer(PROTEIN, 2, 1).tokens[7:10] == ("[X]", "[STOP]", "AA")
 
 
 @given(tokenizer=tokenizers(), data=st.data())
@@ -84,7 +83,7 @@ def test_every_token_is_what_stands_in_its_span(tokenizer, data):
 @given(k=st.integers(2, 6), data=st.data())
 def test_kmers_lie_a_stride_apart(k, data):
     overlap = data.draw(st.integers(0, k - 1))
-    tokenizer = KmerTokenizer(DNA, k, overlap)
+    tokenizer = Tokenizer(DNA, k, overlap)
     text = data.draw(st.text("ATCG", min_size=k, max_size=50))
     expected, at = [], 0
     while at + k <= len(text):
@@ -95,19 +94,19 @@ def test_kmers_lie_a_stride_apart(k, data):
 
 
 def test_repeated_letters_of_the_tail_are_kept():
-    tokenizer = KmerTokenizer(DNA, k=4, overlap=0)
+    tokenizer = Tokenizer(DNA, 4, 0)
     assert [tokenizer.tokens[i] for i in tokenizer.encode("ATCGAAA")] == ["ATCG", "A", "A", "A"]
 
 
 def test_specials_lie_between_letters():
-    tokenizer = KmerTokenizer(DNA)
+    tokenizer = Tokenizer(DNA, 3, 1)
     starts, ends = tokenizer.token_spans(np.concatenate(([2], tokenizer.encode("ATCGA"), [3])))
     assert list(zip(starts, ends, strict=True)) == [(0, 0), (0, 3), (2, 5), (5, 5)]
 
 
 @given(text=st.text("ACGTN", max_size=40))
 def test_one_letter_tokens_are_complemented_by_ids(text):
-    tokenizer = ByteTokenizer(DNA)
+    tokenizer = Tokenizer(DNA)
     other = tokenizer.complement[tokenizer.encode(text)[::-1]]
     assert tokenizer.decode(other) == reverse_complement(text)
 
@@ -116,18 +115,18 @@ def test_one_letter_tokens_are_complemented_by_ids(text):
 def test_kmers_that_fill_a_sequence_are_complemented_by_ids(text, k, data):
     overlap = data.draw(st.integers(0, k - 1))
     text = text[: len(text) - (len(text) - overlap) % (k - overlap)]
-    tokenizer = KmerTokenizer(RNA, k, overlap)
+    tokenizer = Tokenizer(RNA, k, overlap)
     if len(text) < k:
         return
     other = tokenizer.complement[tokenizer.encode(text)[::-1]]
     np.testing.assert_array_equal(other, tokenizer.encode(reverse_complement_rna(text)))
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(DNA), KmerTokenizer(RNA), KmerTokenizer(DNA)])
+@pytest.mark.parametrize("tokenizer", [Tokenizer(DNA), Tokenizer(RNA, 3, 1), Tokenizer(DNA, 3, 1)])
 def test_the_complement_of_the_complement_is_every_token_itself(tokenizer):
     ids = np.arange(tokenizer.vocab_size)
     np.testing.assert_array_equal(tokenizer.complement[tokenizer.complement], ids)
-    assert ByteTokenizer(PROTEIN).complement is None
+    assert Tokenizer(PROTEIN).complement is None
 
 
 @given(tokenizer=tokenizers(), data=st.data())
@@ -150,19 +149,19 @@ def test_whatever_a_model_writes_can_be_decoded(tokenizer, data):
 )
 def test_kmers_that_cannot_be_are_refused(k, overlap, message):
     with pytest.raises(ConfigError, match=message):
-        KmerTokenizer(DNA, k, overlap)
+        Tokenizer(DNA, k, overlap)
 
 
 def test_ids_of_another_vocabulary_are_refused():
     with pytest.raises(ConfigError, match="vocabulary size of 13"):
-        ByteTokenizer(DNA).decode(np.array([13]))
+        Tokenizer(DNA).decode(np.array([13]))
 
 
 def test_tokenizers_are_values_that_workers_can_be_sent():
     tokenizer = make_tokenizer("kmer", DNA, 3, 1)
     ids = tokenizer.encode("ATCGN")
     again = pickle.loads(pickle.dumps(tokenizer))
-    assert again == tokenizer == KmerTokenizer(DNA)
+    assert again == tokenizer == Tokenizer(DNA, 3, 1)
     assert hash(again) == hash(tokenizer)
     np.testing.assert_array_equal(again.encode("ATCGN"), ids)
-    assert make_tokenizer("byte", RNA) == ByteTokenizer(RNA)
+    assert make_tokenizer("byte", RNA, 3, 1) == Tokenizer(RNA)

@@ -7,7 +7,7 @@ import numpy as np
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.sequences.alphabets import DNA, Alphabet
-from narrowcast.workloads.genomics.sequences.tokenizers import KmerTokenizer
+from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer
 
 
 def reverse_complement(sequence: str, alphabet: Alphabet = DNA) -> str:
@@ -30,7 +30,7 @@ def gc(sequence: str) -> float:
 
 def kmer_counts(sequence: str, k: int, alphabet: Alphabet = DNA) -> Mapping[str, int]:
     """Return counts of all overlapping k-mers without unknown letters."""
-    tokenizer = KmerTokenizer(alphabet, k, k - 1)
+    tokenizer = Tokenizer(alphabet, k, k - 1)
     counts = np.bincount(tokenizer.encode(sequence), minlength=tokenizer.vocab_size)
     tokens = tokenizer.tokens
     if k > 1:

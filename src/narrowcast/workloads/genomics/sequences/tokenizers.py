@@ -8,7 +8,6 @@ so are the letters of a k-mer with an unknown letter, except those the k-mer bef
 each token lies follows from the ids alone (`token_spans`).
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -28,38 +27,69 @@ MOST_TOKENS = 2**20
 """Maximum vocabulary: k=10 of DNA, k=4 of protein."""
 
 
+@final
 @dataclass(frozen=True)
-class Tokenizer(ABC):
-    """Encodes sequences and locates tokens."""
+class Tokenizer:
+    """Encodes sequences and locates tokens of one letter, or of `k` that share `overlap`."""
 
     alphabet: Alphabet
+    k: int | None = None
+    overlap: int = 0
 
     pad_id: ClassVar[int] = 0
     unk_id: ClassVar[int] = 1
 
-    @property
-    @abstractmethod
-    def tokens(self) -> tuple[str, ...]:
-        """The vocabulary, in the order of its ids."""
+    def __post_init__(self) -> None:
+        """Check k and overlap."""
+        if self.width < 1 or not 0 <= self.overlap < self.width:
+            raise ConfigError(
+                f"k must be at least 1 and overlap between 0 and k - 1, got k={self.k} "
+                f"overlap={self.overlap}."
+            )
+        size = len(self.alphabet.letters) ** self.width
+        if size > MOST_TOKENS:
+            raise ConfigError(
+                f"k={self.k} needs {size:,} tokens of {self.alphabet.name}, more than "
+                f"{MOST_TOKENS:,}. Write a smaller k."
+            )
 
     @property
-    @abstractmethod
     def width(self) -> int:
         """Letters of the longest token."""
+        return 1 if self.k is None else self.k
 
-    @property
-    @abstractmethod
-    def shared(self) -> int:
-        """Letters that a token shares with the one before."""
-
-    @abstractmethod
-    def _ids(self, letters: NDArray[np.uint8]) -> Ids:
-        """Return the ids of cleaned letters."""
+    @cached_property
+    def tokens(self) -> tuple[str, ...]:
+        """The vocabulary in the order of its ids."""
+        letters = self.alphabet.letters
+        kmers = () if self.k is None else map("".join, product(letters, repeat=self.k))
+        return (*SPECIALS, *self.alphabet.marks, *kmers, *letters)
 
     def encode(self, sequence: str | bytes) -> Ids:
         """Return the ids of a sequence."""
-        cleaned = self.alphabet.clean(sequence)
-        return self._ids(np.frombuffer(cleaned.encode("ascii"), dtype=np.uint8))
+        cleaned = self.alphabet.clean(sequence).encode("ascii")
+        letters = np.frombuffer(cleaned, dtype=np.uint8)
+        single = self._single[letters]
+        if self.k is None or len(letters) < self.k:
+            return single
+        stride = self.k - self.overlap
+        starts = np.arange(0, len(letters) - self.k + 1, stride, dtype=np.int64)
+        wide, known = self._windows(letters, len(starts), stride)
+        end = starts[-1] + self.k
+        if known.all():
+            return np.concatenate((wide, single[end:]))
+        # The first k-mer brings k letters, every other one as many as a stride has.
+        brings = np.full(len(starts), stride, dtype=np.int64)
+        brings[0] = self.k
+        counts = np.where(known, 1, brings)
+        first = np.cumsum(counts) - counts
+        ids = np.empty(int(counts.sum()), dtype=np.int64)
+        ids[first[known]] = wide[known]
+        broken, many = np.flatnonzero(~known), counts[~known]
+        within = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
+        source = np.repeat(starts[broken] + self.k - many, many) + within
+        ids[np.repeat(first[broken], many) + within] = single[source]
+        return np.concatenate((ids, single[end:]))
 
     def decode(self, ids: Ids) -> str:
         """Return the letters of ids; special tokens have none."""
@@ -145,10 +175,10 @@ class Tokenizer(ABC):
         so_far = 0
         # What a model writes may begin in any way: at first there may be nothing to share.
         for at, width in enumerate(added):
-            if so_far >= self.shared:
-                added[at:][wide[at:]] -= self.shared
+            if so_far >= self.overlap:
+                added[at:][wide[at:]] -= self.overlap
                 break
-            added[at] = width - min(so_far, self.shared) if wide[at] else width
+            added[at] = width - min(so_far, self.overlap) if wide[at] else width
             so_far += int(added[at])
         return added
 
@@ -161,97 +191,17 @@ class Tokenizer(ABC):
             )
         return ids
 
-
-@final
-@dataclass(frozen=True)
-class ByteTokenizer(Tokenizer):
-    """One token per letter."""
-
-    width: ClassVar[int] = 1
-    shared: ClassVar[int] = 0
-
-    @cached_property
-    def tokens(self) -> tuple[str, ...]:
-        return (*SPECIALS, *self.alphabet.marks, *self.alphabet.letters)
-
-    def _ids(self, letters: NDArray[np.uint8]) -> Ids:
-        return self._single[letters]
-
-
-@final
-@dataclass(frozen=True)
-class KmerTokenizer(Tokenizer):
-    """`k` letters per token; neighbours share `overlap` letters."""
-
-    k: int = 3
-    overlap: int = 1
-
-    def __post_init__(self) -> None:
-        """Check k and overlap."""
-        if self.k < 1 or not 0 <= self.overlap < self.k:
-            raise ConfigError(
-                f"k must be at least 1 and overlap between 0 and k - 1, got k={self.k} "
-                f"overlap={self.overlap}."
-            )
-        size = len(self.alphabet.letters) ** self.k
-        if size > MOST_TOKENS:
-            raise ConfigError(
-                f"k={self.k} needs {size:,} tokens of {self.alphabet.name}, more than "
-                f"{MOST_TOKENS:,}. Write a smaller k."
-            )
-
-    @cached_property
-    def tokens(self) -> tuple[str, ...]:
-        letters = self.alphabet.letters
-        kmers = map("".join, product(letters, repeat=self.k))
-        return (*SPECIALS, *self.alphabet.marks, *kmers, *letters)
-
-    @property
-    def width(self) -> int:
-        return self.k
-
-    @property
-    def shared(self) -> int:
-        return self.overlap
-
-    @property
-    def stride(self) -> int:
-        """Letters from one k-mer to the next."""
-        return self.k - self.overlap
-
-    def _starts(self, length: int) -> Ids:
-        return np.arange(0, max(length - self.k + 1, 0), self.stride, dtype=np.int64)
-
-    def _ids(self, letters: NDArray[np.uint8]) -> Ids:
-        starts, single = self._starts(len(letters)), self._single[letters]
-        if not len(starts):
-            return single
-        wide, known = self._windows(letters, len(starts))
-        end = starts[-1] + self.k
-        if known.all():
-            return np.concatenate((wide, single[end:]))
-        # The first k-mer brings k letters, every other one as many as a stride has.
-        brings = np.full(len(starts), self.stride, dtype=np.int64)
-        brings[0] = self.k
-        counts = np.where(known, 1, brings)
-        first = np.cumsum(counts) - counts
-        ids = np.empty(int(counts.sum()), dtype=np.int64)
-        ids[first[known]] = wide[known]
-        broken, many = np.flatnonzero(~known), counts[~known]
-        within = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
-        source = np.repeat(starts[broken] + self.k - many, many) + within
-        ids[np.repeat(first[broken], many) + within] = single[source]
-        return np.concatenate((ids, single[end:]))
-
-    def _windows(self, letters: NDArray[np.uint8], count: int) -> tuple[Ids, NDArray[np.bool_]]:
+    def _windows(
+        self, letters: NDArray[np.uint8], count: int, stride: int
+    ) -> tuple[Ids, NDArray[np.bool_]]:
         """Return the id of each k-mer, and whether all its letters are known."""
         codes = self._codes[letters]
         ids = np.full(count, self._first_wide, dtype=np.int64)
         known = np.ones(count, dtype=np.bool_)
-        size, reach = len(self.alphabet.letters), (count - 1) * self.stride + 1
-        for at in range(self.k):
-            column = codes[at : at + reach : self.stride]
-            ids += column.astype(np.int64) * size ** (self.k - 1 - at)
+        size, reach = len(self.alphabet.letters), (count - 1) * stride + 1
+        for at in range(self.width):
+            column = codes[at : at + reach : stride]
+            ids += column.astype(np.int64) * size ** (self.width - 1 - at)
             known &= column >= 0
         return ids, known
 
@@ -264,7 +214,7 @@ class KmerTokenizer(Tokenizer):
 
 
 def make_tokenizer(
-    kind: Literal["byte", "kmer"], alphabet: Alphabet, k: int = 3, overlap: int = 1
+    kind: Literal["byte", "kmer"], alphabet: Alphabet, k: int, overlap: int
 ) -> Tokenizer:
     """Return the tokenizer of a recipe."""
-    return ByteTokenizer(alphabet) if kind == "byte" else KmerTokenizer(alphabet, k, overlap)
+    return Tokenizer(alphabet) if kind == "byte" else Tokenizer(alphabet, k, overlap)
