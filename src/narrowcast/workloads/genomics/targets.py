@@ -5,6 +5,7 @@ different numbers: `loss` is the mean over `count(batch)`. `predicted` and `trut
 row, and `measured` computes the metrics of all rows, except those of the loss.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, final
@@ -26,97 +27,90 @@ from narrowcast.workloads.genomics.models.heads import (
 )
 
 Predicted: TypeAlias = npt.NDArray[Any]
+Rows: TypeAlias = Sequence[Predicted]
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class OneClass:
-    """One class per sequence; probabilities are stored."""
+class _PerSequence(ABC):
+    """A target with one prediction per sequence."""
 
-    metrics: ClassVar = metrics.OF_CLASSES
     per_letter: ClassVar = False
-    classes: tuple[str, ...]
-    smoothing: float = 0.0
+
+    @abstractmethod
+    def outputs(self) -> int:
+        """Return the width of the head."""
 
     def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
-        return SequenceHead(width, len(self.classes), pool, dropout, length=length)
-
-    def loss(self, result: Tensor, batch: Batch) -> Tensor:
-        return F.cross_entropy(result, batch["targets"], label_smoothing=self.smoothing)
+        return SequenceHead(width, self.outputs(), pool, dropout, length=length)
 
     def count(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch["tokens"]))
 
-    def predicted(self, matched: Tensor, batch: Batch) -> list[Predicted]:
-        return list(matched.softmax(-1).cpu().numpy())
-
     def truth(self, batch: Batch) -> list[Predicted]:
         return list(batch["targets"].cpu().numpy())
 
-    def measured(
-        self, truth: Sequence[Predicted], predicted: Sequence[Predicted]
-    ) -> dict[str, float]:
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OneClass(_PerSequence):
+    """One class per sequence; probabilities are stored."""
+
+    metrics: ClassVar = metrics.OF_CLASSES
+    classes: tuple[str, ...]
+    smoothing: float = 0.0
+
+    def outputs(self) -> int:
+        return len(self.classes)
+
+    def loss(self, result: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(result, batch["targets"], label_smoothing=self.smoothing)
+
+    def predicted(self, result: Tensor, batch: Batch) -> list[Predicted]:
+        return list(result.softmax(-1).cpu().numpy())
+
+    def measured(self, truth: Rows, predicted: Rows) -> dict[str, float]:
         return metrics.of_classes(np.array(truth), np.stack(list(predicted)))
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Labels:
+class Labels(_PerSequence):
     """Any number of labels per sequence."""
 
     metrics: ClassVar = metrics.OF_LABELS
-    per_letter: ClassVar = False
     classes: tuple[str, ...]
 
-    def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
-        return SequenceHead(width, len(self.classes), pool, dropout, length=length)
+    def outputs(self) -> int:
+        return len(self.classes)
 
     def loss(self, result: Tensor, batch: Batch) -> Tensor:
         return F.binary_cross_entropy_with_logits(result, batch["targets"])
 
-    def count(self, batch: Batch) -> Tensor:
-        return torch.tensor(len(batch["tokens"]))
-
     def predicted(self, result: Tensor, batch: Batch) -> list[Predicted]:
         return list(result.sigmoid().cpu().numpy())
 
-    def truth(self, batch: Batch) -> list[Predicted]:
-        return list(batch["targets"].cpu().numpy())
-
-    def measured(
-        self, truth: Sequence[Predicted], predicted: Sequence[Predicted]
-    ) -> dict[str, float]:
+    def measured(self, truth: Rows, predicted: Rows) -> dict[str, float]:
         return metrics.of_labels(np.stack(list(truth)), np.stack(list(predicted)))
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Value:
+class Value(_PerSequence):
     """A number per sequence, standardised for the network."""
 
     metrics: ClassVar = metrics.OF_VALUES
-    per_letter: ClassVar = False
     centre: float = 0.0
     spread: float = 1.0
 
-    def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
-        return SequenceHead(width, 1, pool, dropout, length=length)
+    def outputs(self) -> int:
+        return 1
 
     def loss(self, result: Tensor, batch: Batch) -> Tensor:
         return F.mse_loss(result.squeeze(-1), (batch["targets"] - self.centre) / self.spread)
 
-    def count(self, batch: Batch) -> Tensor:
-        return torch.tensor(len(batch["tokens"]))
-
     def predicted(self, result: Tensor, batch: Batch) -> list[Predicted]:
         return list((result.squeeze(-1) * self.spread + self.centre).cpu().numpy())
 
-    def truth(self, batch: Batch) -> list[Predicted]:
-        return list(batch["targets"].cpu().numpy())
-
-    def measured(
-        self, truth: Sequence[Predicted], predicted: Sequence[Predicted]
-    ) -> dict[str, float]:
+    def measured(self, truth: Rows, predicted: Rows) -> dict[str, float]:
         return metrics.of_values(np.array(truth), np.array(predicted))
 
 
@@ -153,9 +147,7 @@ class EveryLetter:
     def truth(self, batch: Batch) -> list[Predicted]:
         return _rows(batch["targets"], batch["targets"] != UNLABELLED)
 
-    def measured(
-        self, truth: Sequence[Predicted], predicted: Sequence[Predicted]
-    ) -> dict[str, float]:
+    def measured(self, truth: Rows, predicted: Rows) -> dict[str, float]:
         return metrics.of_letters(truth, predicted)
 
 
@@ -192,9 +184,7 @@ class NextToken:
     def truth(self, batch: Batch) -> list[Predicted]:
         return _rows(batch["tokens"][:, 1:], self._real(batch))
 
-    def measured(
-        self, truth: Sequence[Predicted], predicted: Sequence[Predicted]
-    ) -> dict[str, float]:
+    def measured(self, truth: Rows, predicted: Rows) -> dict[str, float]:
         right = sum(int((a == b).sum()) for a, b in zip(truth, predicted, strict=True))
         return {"letter_accuracy": right / max(1, sum(len(row) for row in truth))}
 

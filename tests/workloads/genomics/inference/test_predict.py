@@ -94,8 +94,8 @@ def test_gff_and_bed_say_the_same_and_leave_out_what_lies_between(finished, tmp_
 
 def test_intervals_of_chances():
     chances = np.array([[0.9, 0.1], [0.7, 0.3], [0.2, 0.8], [0.6, 0.4]])
-    found = [tuple(each) for each in intervals(chances)]
-    assert found == [(0, 2, 0, pytest.approx(0.8)), (2, 3, 1, 0.8), (3, 4, 0, 0.6)]
+    found = [tuple(row.values()) for row in intervals([Prediction("r", chances)], ("O", "G"))]
+    assert found == [("r", 1, 2, "O", 0.8), ("r", 3, 3, "G", 0.8), ("r", 4, 4, "O", 0.6)]
 
 
 def test_a_policy_is_obeyed(finished):

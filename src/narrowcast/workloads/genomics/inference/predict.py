@@ -77,29 +77,11 @@ def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
         yield batch
 
 
-class Interval(NamedTuple):
-    """An interval of one class, from 0, end excluded."""
-
-    start: int
-    end: int
-    kind: int
-    chance: float
-    """Mean probability of its letters."""
-
-
-def intervals(result: Numbers) -> Iterator[Interval]:
-    """Yield intervals of the likeliest class."""
-    kinds, chances = result.argmax(-1), result.max(-1)
-    starts = np.flatnonzero(np.diff(kinds, prepend=-1))
-    for start, end in zip(starts, [*starts[1:], len(kinds)], strict=True):
-        mean = float(chances[start:end].mean())
-        yield Interval(int(start), int(end), int(kinds[start]), mean)
-
-
 Format = Literal["csv", "tsv", "jsonl", "gff", "bed"]
 ENDINGS: Mapping[str, Format] = {
     ".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".gff": "gff", ".gff3": "gff", ".bed": "bed",
 }  # fmt: skip
+_TABLES = ("csv", "tsv", "jsonl")
 DIGITS = 6
 """Significant digits written, about what fp32 has."""
 LIKELY = 0.5
@@ -119,22 +101,19 @@ def format_named(name: str | None, output: str, *, along: bool) -> Format:
     return kind
 
 
-_TABLES = ("csv", "tsv", "jsonl")
-
-
 def lines(result: Iterable[Prediction], target: Target, kind: Format) -> Iterator[str]:
     """Yield the output line by line."""
-    if isinstance(target, EveryLetter):
-        stretches = _stretches(result, target.classes)
-        if kind == "gff":
-            yield "##gff-version 3\n"
-            yield from (_gff(row, target.classes[0]) for row in stretches)
-        elif kind == "bed":
-            yield from (_bed(row, target.classes[0]) for row in stretches)
-        else:
-            yield from table(stretches, kind)
-    else:
-        yield from table((_prediction_row(each, target) for each in result), kind)
+    if not isinstance(target, EveryLetter):
+        yield from table((prediction_row(each, target) for each in result), kind)
+        return
+    rows = intervals(result, target.classes)
+    if kind in _TABLES:
+        yield from table(rows, kind)
+        return
+    if kind == "gff":
+        yield "##gff-version 3\n"
+    line = _gff if kind == "gff" else _bed
+    yield from (line(row) for row in rows if row["class"] != target.classes[0])
 
 
 def table(rows: Iterable[Mapping[str, Any]], kind: Format) -> Iterator[str]:
@@ -156,7 +135,8 @@ def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _prediction_row(matched: Prediction, target: Target) -> dict[str, Any]:
+def prediction_row(matched: Prediction, target: Target) -> dict[str, Any]:
+    """Return the output row of a prediction."""
     numbers = [rounded(float(each)) for each in matched.values]
     if isinstance(target, Value):
         return {"name": matched.name, "value": numbers[0]}
@@ -169,33 +149,30 @@ def _prediction_row(matched: Prediction, target: Target) -> dict[str, Any]:
     return {"name": matched.name, "class": best, "chance": chances}
 
 
-def _stretches(result: Iterable[Prediction], classes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield intervals counted from 1, end included."""
-    for each in result:
-        for start, end, kind, chance in intervals(each.values):
+def intervals(result: Iterable[Prediction], classes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield intervals of the likeliest class, counted from 1, end included."""
+    for name, values in result:
+        kinds, chances = values.argmax(-1), values.max(-1)
+        starts = np.flatnonzero(np.diff(kinds, prepend=-1))
+        for start, end in zip(starts, [*starts[1:], len(kinds)], strict=True):
             yield {
-                "name": each.name,
-                "start": start + 1,
-                "end": end,
-                "class": classes[kind],
-                "chance": rounded(chance),
+                "name": name,
+                "start": int(start) + 1,
+                "end": int(end),
+                "class": classes[kinds[start]],
+                "chance": rounded(float(chances[start:end].mean())),
             }
 
 
-def _gff(row: Mapping[str, Any], between: str) -> str:
-    """Return a GFF line; empty for the background class."""
-    if row["class"] == between:
-        return ""
+def _gff(row: Mapping[str, Any]) -> str:
     kind, strand = _kind_and_strand(row["class"])
     name, kind = (quote(each, safe=" .:^*$@!+_?-|/()") for each in (row["name"], kind))
     location = f"{row['start']}\t{row['end']}\t{row['chance']:g}\t{strand}\t."
     return f"{name.replace(' ', '%20')}\tnarrowcast\t{kind}\t{location}\t.\n"
 
 
-def _bed(row: Mapping[str, Any], between: str) -> str:
-    """Return a BED line with a score out of 1000; empty for the background class."""
-    if row["class"] == between:
-        return ""
+def _bed(row: Mapping[str, Any]) -> str:
+    """Return a BED line, counted from 0, with a score out of 1000."""
     kind, strand = _kind_and_strand(row["class"])
     name, kind = (" ".join(each.split()) for each in (row["name"], kind))
     position = f"{name}\t{row['start'] - 1}\t{row['end']}"

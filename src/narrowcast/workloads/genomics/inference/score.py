@@ -19,7 +19,12 @@ from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics import metrics
 from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.inference.finished import Finished
-from narrowcast.workloads.genomics.inference.predict import batched, predictions, rounded
+from narrowcast.workloads.genomics.inference.predict import (
+    batched,
+    prediction_row,
+    predictions,
+    rounded,
+)
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
 from narrowcast.workloads.genomics.sequences.operations import reverse_complement
 from narrowcast.workloads.genomics.sequences.readers.vcf import Variant
@@ -127,12 +132,9 @@ def _judged(run: Finished, batch: Sequence[VariantPair]) -> Iterator[Scored]:
         if not isinstance(run.target, OneClass):
             yield Scored(pair.variant, float(prediction.values[0]), {})
             continue
-        ranks = np.linspace(0, 1, len(run.target.classes))
-        best = run.target.classes[int(prediction.values.argmax())]
-        numbers = [rounded(float(each)) for each in prediction.values]
-        chances = dict(zip(run.target.classes, numbers, strict=True))
-        score = float(prediction.values @ ranks)
-        yield Scored(pair.variant, score, {"class": best, "chance": chances})
+        score = float(prediction.values @ np.linspace(0, 1, len(run.target.classes)))
+        row = prediction_row(prediction, run.target)
+        yield Scored(pair.variant, score, {key: row[key] for key in ("class", "chance")})
 
 
 def score_row(scored: Scored) -> dict[str, Any]:
@@ -161,9 +163,8 @@ class Labelled:
         """Add a scored variant."""
         label = _label_text(variant.fields, self._column)
         if label is None:
-            raise ConfigError(
-                f"{variant.location} has no column {self._column}, got {_listed(variant.fields)}."
-            )
+            columns = ", ".join(list(variant.fields)[:12]) or "none"
+            raise ConfigError(f"{variant.location} has no column {self._column}, got {columns}.")
         if label in ("", "."):
             self._without += 1
             return
@@ -205,18 +206,12 @@ class Labelled:
                 f"--labels {self._column}: {what}, so there is nothing to compare. Name another "
                 "column, or leave --labels out."
             )
-        if self._positive is None and values is not None and len(kinds) > 2:
-            return None
-        return self._high(kinds, values)
-
-    def _high(self, kinds: Sequence[str], values: Any) -> str:
-        """Return the label that should have high scores."""
-        if self._positive is not None:
-            if self._positive not in kinds:
-                raise ConfigError(
-                    f"--positive must be a value of {self._column}, such as "
-                    f"{', '.join(kinds[:12])}, got {self._positive}."
-                )
+        if self._positive is not None and self._positive not in kinds:
+            raise ConfigError(
+                f"--positive must be a value of {self._column}, such as {', '.join(kinds[:12])}, "
+                f"got {self._positive}."
+            )
+        if self._positive is not None or (values is not None and len(kinds) > 2):
             return self._positive
         if len(kinds) > 2:
             raise ConfigError(
@@ -238,10 +233,6 @@ def _label_text(fields: Mapping[str, Any], column: str) -> str | None:
     if value is None:
         return ""
     return str(int(value)) if isinstance(value, bool) else str(value)
-
-
-def _listed(fields: Mapping[str, Any]) -> str:
-    return ", ".join(list(fields)[:12]) or "none"
 
 
 def _numbers(labels: Sequence[str]) -> Any:

@@ -106,12 +106,6 @@ def test_what_is_wrong_is_said_with_file_and_record(write, text, message):
         list(read_records(path))
 
 
-def test_letters_before_the_first_name_are_refused(write):
-    path = write("ACGT\n>a\nACGT\n")
-    with pytest.raises(ConfigError, match="must begin with >"):
-        list(read_records(path, format="fasta"))
-
-
 def test_genes_are_not_read_as_proteins(write):
     path = write(">a\nMKVLE\n>b\n" + "ACGTN" * 4 + "\n")
     with pytest.raises(ConfigError, match="record 2 reads as dna, but protein was requested"):

@@ -35,7 +35,7 @@ def read_features(path: Path) -> Iterator[Feature]:
             location = f"{record_location(path, number)} (line {line_number})"
             yield _feature(decode_text(line, location).rstrip("\r\n"), location)
     if not listed:
-        for record in read_records(path, format="genbank"):
+        for record in read_records(path):
             yield from record.features
     elif not number:
         raise ConfigError(f"{shown_path(path)} has no features. Give a file with features.")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal, final
+from typing import BinaryIO, Literal
 
 from narrowcast.config.problems import shortened, shown_path
 from narrowcast.errors import ConfigError
@@ -28,7 +28,7 @@ from narrowcast.workloads.genomics.sequences.readers.tables import (
     table_format,
 )
 
-Format = Literal["auto", "fasta", "fastq", "genbank"] | TableFormat
+Format = Literal["fasta", "fastq", "genbank"] | TableFormat
 SURELY_BASES = 20
 """Letters from which on a sequence of A, C, G and T alone is not taken for protein."""
 
@@ -36,7 +36,6 @@ SURELY_BASES = 20
 def read_records(
     path: Path,
     *,
-    format: Format = "auto",  # noqa: A002  # the field's word, and that of every reader
     alphabet: Alphabet | None = None,
     strict: bool = False,
     column: str = "sequence",
@@ -47,21 +46,28 @@ def read_records(
     Without an `alphabet` it is guessed from the first sequence. Of a table, `column` has the
     sequence and `name` the name. Names must be unique in FASTA and GenBank; FASTQ may have pairs.
     """
-    keeper = _Keeper(path, alphabet, strict=strict)
     seen: set[str] = set()
-    with opened(path, lambda: record_location(path, keeper.number + 1)) as file:
-        kind = _detect_format(file.peek(HEAD_BYTES), path) if format == "auto" else format
-        for raw in _raw(file, path, kind, column=column, name=name):
-            record = keeper.record(raw)
-            if record.name and kind in ("fasta", "genbank"):
-                if record.name in seen:
-                    raise ConfigError(
-                        f"{record.location} has the name of an earlier record, got "
-                        f"{shortened(record.name)!r}. Rename one of them (seqkit rename)."
-                    )
-                seen.add(record.name)
-            yield record
-    if not keeper.number:
+    requested = alphabet is not None
+    number = 0
+    with opened(path, lambda: record_location(path, number + 1)) as file:
+        kind = _detect_format(file.peek(HEAD_BYTES), path)
+        for number, raw in enumerate(_raw(file, path, kind, column=column, name=name), 1):
+            location = record_location(path, number)
+            if alphabet is None and raw.letters.strip():
+                alphabet = guess_alphabet(raw.letters)
+            sequence = ""
+            if alphabet is not None:
+                _check_alphabet(raw.letters, alphabet, location, requested=requested)
+                sequence = alphabet.clean(raw.letters, strict=strict, location=location)
+            if raw.name in seen:
+                raise ConfigError(
+                    f"{location} has the name of an earlier record, got {shortened(raw.name)!r}. "
+                    "Rename one of them (seqkit rename)."
+                )
+            if raw.name and kind in ("fasta", "genbank"):
+                seen.add(raw.name)
+            yield Record(raw.name, sequence, number, path, raw.fields, raw.features)
+    if not number:
         raise ConfigError(f"{shown_path(path)} has no records. Give a file with records.")
 
 
@@ -97,8 +103,6 @@ def _raw(file: Reader, path: Path, kind: Format, *, column: str, name: str | Non
             return _of_table(file, path, kind, column=column, name=name)
         case "genbank":
             return genbank(file, path)
-    formats = "auto, fasta, fastq, genbank, csv, tsv, json, jsonl"
-    raise ConfigError(f"format must be one of {formats}, got {kind!r}.")
 
 
 def _of_table(
@@ -119,54 +123,22 @@ def _of_table(
         )
 
 
-@final
-class _Keeper:
-    """Cleans records; raises for those of another alphabet."""
-
-    def __init__(self, path: Path, alphabet: Alphabet | None, *, strict: bool) -> None:
-        self.number = 0
-        self._path, self._alphabet, self._strict = path, alphabet, strict
-        self._is_requested = alphabet is not None
-
-    def record(self, raw: Raw) -> Record:
-        """Return the next record, cleaned."""
-        self.number += 1
-        return Record(
-            name=raw.name,
-            sequence=self._clean(raw.letters),
-            number=self.number,
-            file=self._path,
-            fields=raw.fields,
-            features=raw.features,
+def _check_alphabet(letters: bytes, alphabet: Alphabet, location: str, *, requested: bool) -> None:
+    """Check that a sequence does not look like another alphabet."""
+    if alphabet is PROTEIN:
+        # Bases are letters of protein too: without this, a gene would be read as amino acids.
+        suspect = _surely_bases(letters)
+    else:
+        # If it was requested, clean() says which letter is wrong, and U is a way to write T.
+        sister = "".join(alphabet.reads_as).encode()
+        suspect = not requested and (sister in letters.upper() or not alphabet.fits(letters))
+    result = guess_alphabet(letters) if suspect else alphabet
+    if result is not alphabet and result.fits(letters):
+        why = "was requested" if requested else "is the alphabet of earlier records"
+        raise ConfigError(
+            f"{location} reads as {result.name}, but {alphabet.name} {why}. Put each alphabet "
+            "into its own file, or write data.alphabet."
         )
-
-    def _clean(self, letters: bytes) -> str:
-        if self._alphabet is None:
-            if not letters.strip():
-                return ""
-            self._alphabet = guess_alphabet(letters)
-        location = record_location(self._path, self.number)
-        self._check_alphabet(letters, self._alphabet, location)
-        return self._alphabet.clean(letters, strict=self._strict, location=location)
-
-    def _check_alphabet(self, letters: bytes, alphabet: Alphabet, position: str) -> None:
-        """Check that a sequence does not look like another alphabet."""
-        if alphabet is PROTEIN:
-            # Bases are letters of protein too: without this, a gene would be read as amino acids.
-            suspect = _surely_bases(letters)
-        else:
-            # Where it is named, clean() says which letter is wrong, and U is a way to write T.
-            sister = "".join(alphabet.reads_as).encode()
-            suspect = not self._is_requested and (
-                sister in letters.upper() or not alphabet.fits(letters)
-            )
-        result = guess_alphabet(letters) if suspect else alphabet
-        if result is not alphabet and result.fits(letters):
-            why = "was requested" if self._is_requested else "is the alphabet of earlier records"
-            raise ConfigError(
-                f"{position} reads as {result.name}, but {alphabet.name} {why}. Put each alphabet "
-                "into its own file, or write data.alphabet."
-            )
 
 
 def _surely_bases(letters: bytes) -> bool:
@@ -190,8 +162,6 @@ def fasta(file: BinaryIO, path: Path) -> Iterator[Raw]:
             continue
         if header is not None:
             yield _raw_record(header, bytes(letters), record_location(path, number))
-        elif letters.strip():
-            raise ConfigError(f"{record_location(path, 1)}: the first line must begin with >.")
         header, letters, number = line[1:], bytearray(), number + 1
     if header is not None:
         yield _raw_record(header, bytes(letters), record_location(path, number))

@@ -5,16 +5,13 @@ import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal
 
 from narrowcast.config.problems import shortened, shown_path
 from narrowcast.errors import ConfigError
 from narrowcast.runs.environment import host_memory_bytes
 from narrowcast.workloads.genomics.sequences.readers.record import (
-    HEAD_BYTES,
     decode_text,
-    opened,
     record_location,
 )
 
@@ -23,29 +20,6 @@ LONGEST_FIELD = 2**28
 """Maximum characters of a field: a human chromosome fits."""
 COPIES = 8
 """Copies of a JSON file in memory while it is parsed: bytes, text and values."""
-NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
-
-
-class Row(NamedTuple):
-    """Values by column, and the record number from 1."""
-
-    values: Mapping[str, Any]
-    number: int
-
-
-def read_table(
-    path: Path, columns: Collection[str] = (), settings: Mapping[str, str] = NO_SETTINGS
-) -> Iterator[Row]:
-    """Yield rows that have `columns`; `settings` names, for messages, the setting of each."""
-    number = 0
-    with opened(path, lambda: record_location(path, number + 1)) as file:
-        for row in read_rows(
-            file, path, table_format(file.peek(HEAD_BYTES), path), columns, settings
-        ):
-            number = row.number
-            yield row
-    if not number:
-        raise ConfigError(f"{shown_path(path)} has no rows. Give a table with rows.")
 
 
 def table_format(head: bytes, path: Path) -> TableFormat:
@@ -70,9 +44,9 @@ def read_rows(
     path: Path,
     kind: TableFormat,
     columns: Collection[str],
-    settings: Mapping[str, str] = NO_SETTINGS,
-) -> Iterator[Row]:
-    """Yield the rows of an open file; raise if a column is missing."""
+    settings: Mapping[str, str],
+) -> Iterator[tuple[Mapping[str, Any], int]]:
+    """Yield rows with their numbers from 1; `settings` names, for errors, those of columns."""
     match kind:
         case "json":
             rows = _json(file, path)
@@ -88,7 +62,7 @@ def read_rows(
                 f"{shortened(', '.join(values), 200)}. "
                 f"{_instead(missing[0], values, settings.get(missing[0]))}"
             )
-        yield Row({key: _stripped(value) for key, value in values.items()}, number)
+        yield {key: _stripped(value) for key, value in values.items()}, number
 
 
 def _instead(column: str, values: Mapping[str, Any], setting: str | None) -> str:

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 from narrowcast.config.problems import shortened, shown_path
@@ -16,7 +15,7 @@ from narrowcast.workloads.genomics.sequences.readers.record import (
     opened,
     record_location,
 )
-from narrowcast.workloads.genomics.sequences.readers.tables import read_table
+from narrowcast.workloads.genomics.sequences.readers.tables import read_rows, table_format
 
 _PER_ALLELE = re.compile(rb"##INFO=<(?:.*,)?ID=(?P<key>[^,>]+),Number=(?P<number>[AR])[,>]")
 """INFO entries with one value per alternative (A) or allele (R)."""
@@ -34,7 +33,6 @@ class VariantColumns(NamedTuple):
 
 
 COLUMNS = VariantColumns()
-_NOTHING: Mapping[str, str] = MappingProxyType({})
 _OF_VCF = VariantColumns("CHROM", "POS", "REF", "ALT")
 
 
@@ -89,33 +87,29 @@ def read_variants(
     Each alternative is a variant of its own, with its own value of INFO entries of Number A or R.
     Records without one (`.`) are counted in `skipped`.
     """
-    number = 0
     without = Skipped() if skipped is None else skipped
-    variants = 0
+    per_allele: dict[str, str] = {}
+    number = variants = 0
     with opened(path, lambda: record_location(path, number + 1)) as file:
-        if file.peek(HEAD_BYTES).lstrip().startswith(b">"):
+        head = file.peek(HEAD_BYTES)
+        if head.lstrip().startswith(b">"):
             raise ConfigError(
                 f"{shown_path(path)} has sequences but no variants. Give a VCF, or a table with "
                 f"{', '.join(columns)}. To read sequences, leave the reference out."
             )
-        listed = file.peek(HEAD_BYTES).lstrip().startswith(b"##fileformat=VCF")
-        per_allele: dict[str, str] = {}
-        for values, at in _records(file, path, per_allele) if listed else ():
-            number = at
-            for variant in _variants(values, _OF_VCF, path, at, per_allele, without):
+        if head.lstrip().startswith(b"##fileformat=VCF"):
+            columns = _OF_VCF
+            rows = _records(file, path, per_allele)
+        else:
+            kind = table_format(head, path)
+            rows = read_rows(file, path, kind, columns, {columns.position: "position"})
+        for values, number in rows:
+            for variant in _variants(values, columns, path, number, per_allele, without):
                 variants += 1
                 yield variant
-    if listed and not number:
-        raise ConfigError(f"{shown_path(path)} has no variants. Give a file with variants.")
-    for row in () if listed else read_table(path, columns, {columns.position: "position"}):
-        for variant in _variants(row.values, columns, path, row.number, _NOTHING, without):
-            variants += 1
-            yield variant
     if not variants:
-        raise ConfigError(
-            f"{shown_path(path)} has no variants: {(_OF_VCF if listed else columns).alternative} "
-            "is . in every record. Give a file with variants."
-        )
+        why = f": {columns.alternative} is . in every record" if number else ""
+        raise ConfigError(f"{shown_path(path)} has no variants{why}. Give a file with variants.")
 
 
 def _records(
