@@ -67,8 +67,8 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     data, objective = recipe.section(GenomicData), recipe.section(Objective)
     path = recipe.section(GenomicModelSection).path
     base = read_network_info(path)[0] if path else None
-    _check_tokens(base, data)
-    _check_causal(base, objective)
+    if base is not None:
+        _check_base(base, data, objective)
     tokenizer = make_tokenizer(data.tokenizer, ALPHABETS[data.alphabet], data.kmer, data.overlap)
     rows = examine(data, objective, seed=recipe.seed)
     target = make_target(objective, rows, tokenizer)
@@ -233,10 +233,8 @@ def _config(
     return GenomicConfig(**{**shape, "causal": objective.task == "generation"})
 
 
-def _check_tokens(base: NetworkInfo | None, data: GenomicData) -> None:
-    """Check that the recipe tokenizes like the network of model.path."""
-    if base is None:
-        return
+def _check_base(base: NetworkInfo, data: GenomicData, objective: Objective) -> None:
+    """Check that the network of model.path has the recipe's tokens and can do its task."""
     for key in ("alphabet", "tokenizer", "kmer", "overlap"):
         mine, its = getattr(data, key), getattr(base, key)
         if mine != its and (key in ("alphabet", "tokenizer") or data.tokenizer == "kmer"):
@@ -244,11 +242,7 @@ def _check_tokens(base: NetworkInfo | None, data: GenomicData) -> None:
                 f"data.{key} must be {its} like the network of model.path, got {mine}. Write "
                 f"data.{key}={its}, or use another run."
             )
-
-
-def _check_causal(base: NetworkInfo | None, objective: Objective) -> None:
-    """Check that a network used for generation is causal."""
-    if base is not None and objective.task == "generation" and not base.config.causal:
+    if objective.task == "generation" and not base.config.causal:
         raise ConfigError(
             "objective.task=generation needs a causal network, but the network of model.path was "
             f"trained for {base.task} and sees later letters. Use a run of `narrowcast genomics "
@@ -280,10 +274,16 @@ def _begin(
     source: tuple[Examples, Examples] | None,
 ) -> Iterator[str]:
     """Load or train the starting weights; yield notes about them."""
-    device = next(network.parameters()).device
     if base is not None:
-        yield _go_on(network, recipe, base, stored)
+        name = recipe.section(GenomicModelSection).path
+        places = ["max_length"] if stored.pool == "position" else []
+        same = ("target", "classes", "pairs", "pool", *places)
+        alike = all(getattr(base, key) == getattr(stored, key) for key in same)
+        head = base.task != "generation" and alike
+        load_into(network, read_weights(expand_path(name)), head=head)
+        yield f"weights loaded from {name}{'' if head else ', with a new head'}"
     elif source is not None:
+        device = next(network.parameters()).device
         learn_source(network, target, source[0], seed=recipe.seed, device=device)
         yield f"network trained on {len(source[0]):,} source-domain sequences first"
     elif recipe.section(Objective).task == "domain_adaptation":
@@ -291,16 +291,6 @@ def _begin(
             "objective.task=domain_adaptation needs a source domain. Write a finished run in "
             "model.path, or sequences of the source domain in data.source."
         )
-
-
-def _go_on(network: Network, recipe: Recipe, base: NetworkInfo, stored: NetworkInfo) -> str:
-    """Load the weights of a finished run; return a note about it."""
-    name = recipe.section(GenomicModelSection).path
-    places = ["max_length"] if stored.pool == "position" else []
-    same = ["target", "classes", "pairs", "pool", *places]
-    head = base.task != "generation" and all(getattr(base, k) == getattr(stored, k) for k in same)
-    load_into(network, read_weights(expand_path(name)), head=head)
-    return f"weights loaded from {name}{'' if head else ', with a new head'}"
 
 
 def learn_source(

@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import numpy as np
 
@@ -190,11 +189,9 @@ def _mutated(rng: np.random.Generator, text: str, letters: str, *, share: float)
     return "".join(out)
 
 
-_MAKERS: Mapping[str, Callable[[np.random.Generator, str], list[Row]]] = MappingProxyType(
-    {
-        "annotation": _annotated,
-        "variant_effect": _variants,
-        "generation": _genome,
-        "domain_adaptation": _domains,
-    }
-)
+_MAKERS: Mapping[str, Callable[[np.random.Generator, str], list[Row]]] = {
+    "annotation": _annotated,
+    "variant_effect": _variants,
+    "generation": _genome,
+    "domain_adaptation": _domains,
+}

@@ -1,8 +1,7 @@
 """Turn the data section of a recipe into examples: read, split, check, cut, encode."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TypeAlias, final
 
 import numpy as np
@@ -35,14 +34,12 @@ from narrowcast.workloads.genomics.settings import MADE, GenomicData, Objective
 Parts: TypeAlias = dict[str, list[Row]]
 """Rows by part: train, validation, and if present test, source and source validation."""
 
-SETTINGS_OF = MappingProxyType(
-    {
-        "stride": ("annotation", "generation"),
-        "features": ("annotation",),
-        "reference": ("variant_effect",),
-        "source": ("domain_adaptation",),
-    }
-)
+SETTINGS_OF: Mapping[str, tuple[str, ...]] = {
+    "stride": ("annotation", "generation"),
+    "features": ("annotation",),
+    "reference": ("variant_effect",),
+    "source": ("domain_adaptation",),
+}
 """Data settings that only some tasks use."""
 
 

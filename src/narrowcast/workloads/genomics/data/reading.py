@@ -32,7 +32,7 @@ def read_rows(
     path = expand_path(name)
     match objective.task:
         case "generation":
-            return [_row(record) for record in _records(path, data)]
+            return [row_from(record) for record in _records(path, data)]
         case "annotation":
             return list(_annotated(path, data, objective.known_labels))
         case "variant_effect" if data.reference:
@@ -40,7 +40,7 @@ def read_rows(
         case "variant_effect":
             return [_pair(record, data) for record in _records(path, data)]
         case _:
-            return [_row(record, label=_label(record, data)) for record in _records(path, data)]
+            return [row_from(record, label=_label(record, data)) for record in _records(path, data)]
 
 
 def _records(path: Path, data: GenomicData) -> Iterator[Record]:
@@ -52,7 +52,8 @@ def _records(path: Path, data: GenomicData) -> Iterator[Record]:
         yield record
 
 
-def _row(record: Record, *, label: str = "") -> Row:
+def row_from(record: Record, *, label: str = "") -> Row:
+    """Return a record as a row."""
     name = record.name or f"{record.number}"
     return Row(sequence=record.sequence, label=label, name=name, location=record.location)
 
@@ -61,7 +62,8 @@ def _label(at: Record | Variant, data: GenomicData) -> str:
     """Return a label as text; raise if the row has none."""
     fields = {**at.fields, **at.fields.get("INFO", {})}  # the latter is where a VCF has them
     label = fields.get(data.label)
-    if (label is None and data.label in fields) or label == "" or _is_missing(at, label):
+    missing = label == "." and isinstance(at, Variant)
+    if (label is None and data.label in fields) or label == "" or missing:
         raise ConfigError(
             f"{at.location}: the label {data.label!r} is empty. Remove rows without a label, or "
             "write ; for no labels with objective.target=labels."
@@ -73,11 +75,6 @@ def _label(at: Record | Variant, data: GenomicData) -> str:
             "data.label, and remove rows without a label."
         )
     return _text(label, at.location)
-
-
-def _is_missing(at: Record | Variant, label: Any) -> bool:
-    """Return whether a VCF marks a label as missing."""
-    return label == "." and isinstance(at, Variant)
 
 
 def _text(label: Any, location: str) -> str:
@@ -122,7 +119,7 @@ def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterato
                 "GenBank file, a GFF with data.features, or a table with one class per letter."
             )
         result = result or bool((letters > 0).any())
-        yield replace(_row(record), letters=letters)
+        yield replace(row_from(record), letters=letters)
     if kinds and not result:
         where = shown_path(expand_path(data.features) if data.features else path)
         wanted, there = (shortened(", ".join(each), 200) for each in (numbers, sorted(kinds)))
@@ -160,7 +157,7 @@ def _features(data: GenomicData) -> dict[str, list[Feature]] | None:
 
 def _pair(record: Record, data: GenomicData) -> Row:
     """Return a row, with the alternative sequence if there is one."""
-    row = _row(record, label=_label(record, data))
+    row = row_from(record, label=_label(record, data))
     other = record.fields.get(data.alternative)
     if other is None:
         return row
@@ -181,6 +178,6 @@ def _variant_windows(path: Path, data: GenomicData, skipped: Skipped | None) -> 
             alternative=pair.alternative,
             label=_label(variant, data),
             site=f"{reference.find_contig(variant).chrom}:{variant.position}",
-            name=f"{variant.chrom}:{variant.position}{variant.reference}>{variant.alternative}",
+            name=variant.name,
             location=variant.location,
         )

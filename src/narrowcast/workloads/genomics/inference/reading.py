@@ -1,14 +1,16 @@
 """Read the sequences to predict for; labels are not needed."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
 from narrowcast.errors import ConfigError
+from narrowcast.workloads.genomics.data.reading import row_from
 from narrowcast.workloads.genomics.data.rows import Row, shortened
 from narrowcast.workloads.genomics.inference.finished import Finished
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
+from narrowcast.workloads.genomics.sequences.readers.record import Record
 from narrowcast.workloads.genomics.sequences.readers.vcf import (
     Skipped,
     Variant,
@@ -60,25 +62,16 @@ class Reader:
                 yield Row(
                     sequence=pair.reference,
                     alternative=pair.alternative,
-                    name=_name(pair),
+                    name=pair.variant.name,
                     location=pair.variant.location,
                 )
 
     def whole(self, path: Path) -> Iterator[Row]:
         """Yield whole sequences of any length."""
-        for record in read_records(
-            path,
-            alphabet=self._run.alphabet,
-            column=self._columns.sequence,
-            name=self._columns.name,
-        ):
+        for record in self._records(path):
             if not record.sequence:
                 raise ConfigError(f"{record.location} has an empty sequence. Leave it out.")
-            yield Row(
-                sequence=record.sequence,
-                name=record.name or f"{record.number}",
-                location=record.location,
-            )
+            yield row_from(record)
 
     def variants(self, path: Path, reference: Path) -> Iterator[VariantPair]:
         """Yield variants with their windows."""
@@ -92,30 +85,25 @@ class Reader:
         return read_variants(path, columns, skipped=self.skipped)
 
     def _pairs(self, path: Path) -> Iterator[Row]:
-        columns, alphabet = self._columns, self._run.alphabet
-        for record in read_records(
-            path, alphabet=alphabet, column=columns.sequence, name=columns.name
-        ):
-            other = record.fields.get(columns.alternative)
+        column = self._columns.alternative
+        for record in self._records(path):
+            other = record.fields.get(column)
             if not isinstance(other, str) or not other or not record.sequence:
                 raise ConfigError(
-                    f"{record.location} has no column {columns.alternative!r}, but "
-                    f"{self._run.name} was trained on pairs. Name the column with --alternative, "
-                    "or give variants with their --reference."
+                    f"{record.location} has no column {column!r}, but {self._run.name} was trained "
+                    "on pairs. Name the column with --alternative, or give variants with their "
+                    "--reference."
                 )
-            yield Row(
-                sequence=record.sequence,
-                alternative=alphabet.clean(other, location=record.location),
-                name=record.name or f"{record.number}",
-                location=record.location,
-            )
+            cleaned = self._run.alphabet.clean(other, location=record.location)
+            yield replace(row_from(record), alternative=cleaned)
+
+    def _records(self, path: Path) -> Iterator[Record]:
+        columns = self._columns
+        return read_records(
+            path, alphabet=self._run.alphabet, column=columns.sequence, name=columns.name
+        )
 
     def _fitted(self, row: Row) -> Row:
         (fitted,), cut = shortened([row], self._run.info.max_length)
         self.cut += cut
         return fitted
-
-
-def _name(pair: VariantPair) -> str:
-    variant = pair.variant
-    return f"{variant.chrom}:{variant.position}{variant.reference}>{variant.alternative}"

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 from narrowcast.errors import ConfigError
@@ -83,15 +82,13 @@ class GenomicConfig:
         return -(-length // self.least_patch)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "mini": {"width": 64, "layers": 2, "max_length": 1024},
-        # The shapes of HyenaDNA's smallest and longest models, and of usual transformers between.
-        "tiny": {"width": 128, "layers": 2, "max_length": 1024},
-        "small": {"width": 256, "layers": 4, "max_length": 16_384},
-        "base": {"width": 768, "layers": 12, "max_length": 32_768},
-        "large": {"width": 1024, "layers": 24, "max_length": 65_536},
-        "long": {"width": 256, "layers": 8, "max_length": 1_048_576},
-    }
-)
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "mini": {"width": 64, "layers": 2, "max_length": 1024},
+    # The shapes of HyenaDNA's smallest and longest models, and of usual transformers between.
+    "tiny": {"width": 128, "layers": 2, "max_length": 1024},
+    "small": {"width": 256, "layers": 4, "max_length": 16_384},
+    "base": {"width": 768, "layers": 12, "max_length": 32_768},
+    "large": {"width": 1024, "layers": 24, "max_length": 65_536},
+    "long": {"width": 256, "layers": 8, "max_length": 1_048_576},
+}
 """Shapes by name."""

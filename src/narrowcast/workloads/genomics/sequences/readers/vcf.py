@@ -52,6 +52,11 @@ class Variant:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def name(self) -> str:
+        """Position and alleles."""
+        return f"{self.chrom}:{self.position}{self.reference}>{self.alternative}"
+
+    @property
     def location(self) -> str:
         """File and record, for messages."""
         return record_location(self.file, self.number)
