@@ -1,7 +1,7 @@
-"""Five fine-tuners for programs: data in, a run folder out, with the defaults of their recipes.
+"""Fine-tune genomics models from Python, one class per task.
 
-Each is its recipe (`genomics/variant_effect` …) with settings given by name, so that whatever works
-on the command line works here, and the folder is one that every command takes.
+Each class runs its recipe (such as `genomics/variant_effect`) with settings passed by name. The run
+folder works with every command.
 
     tuner = VariantEffect("variants.csv", out="runs/variants", reference="hg19.fa.gz")
     print(tuner.fine_tune()["auroc"], tuner.precision_stats()["overflow_rate"])
@@ -45,16 +45,16 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 class FineTuner:
-    """A task with its data and settings; subclasses name the task."""
+    """A fine-tuning task with its data and settings; use a subclass."""
 
     recipe: ClassVar[str]
-    """What its recipe is called, after `genomics/`."""
+    """Name of its recipe, after `genomics/`."""
     task: ClassVar[str]
-    """What `precision.task` calls it."""
+    """Its `precision.task`."""
     dropout: ClassVar[float]
-    """What `optimize_for_task` sets every dropout to."""
+    """Dropout that `optimize_for_task` sets."""
     from_base: ClassVar[dict[str, Any]]
-    """Settings of a network that goes on from a base, which learns slower than a new one."""
+    """Default settings when it starts from a pretrained run."""
 
     def __init__(
         self,
@@ -66,10 +66,19 @@ class FineTuner:
         base: str | Path | None = None,
         **settings: Any,
     ) -> None:
-        """Take files, and settings by name: of a section (`max_length=512`) or of the recipe.
+        """Describe a run; nothing is read yet.
 
-        `base` is the folder of a finished run to go on from. A setting that sections share, or one
-        of a section of the engine, is written with it: `**{"optimizer.lr": 1e-4}`.
+        Args:
+            data: Training file; None for synthetic sequences.
+            out: Run folder.
+            validation: Validation file; None holds out a share of `data`.
+            test: File evaluated once after training.
+            base: Folder of a finished run to start from.
+            settings: Recipe settings by name, such as `max_length=512`. Use the full name if
+                several sections share it, or for other sections: `**{"optimizer.lr": 1e-4}`.
+
+        Raises:
+            ConfigError: A file is not a path, or a name belongs to several sections.
         """
         self.out = Path(out)
         files = {"data.path": data, "data.validation": validation, "data.test": test}
@@ -86,15 +95,22 @@ class FineTuner:
 
     @property
     def overrides(self) -> list[str]:
-        """Its settings as the command line takes them."""
+        """The settings as KEY=VALUE arguments of the command line."""
         return [f"{key}={_text(value)}" for key, value in self.settings.items()]
 
     def run(self) -> Run:
-        """Return the run, ready to be iterated over: every record as it comes."""
+        """Return the run; iterate over it to train and get every record."""
         return train(f"genomics/{self.recipe}", self.overrides, out=self.out)
 
     def fine_tune(self, on_record: Callable[[Record], None] | None = None) -> dict[str, float]:
-        """Train to the end, and return the last evaluation; `on_record` is told of every record."""
+        """Train to the end.
+
+        Args:
+            on_record: Called with every record.
+
+        Returns:
+            The metrics of the last evaluation.
+        """
         measured: dict[str, float] = {}
         with self.run() as run:
             for record in run:
@@ -105,10 +121,12 @@ class FineTuner:
         return measured
 
     def precision_stats(self) -> dict[str, Any]:
-        """Return how the formats of the run in `out` did so far, by the names of other programs.
+        """Return precision statistics of the run in `out`.
 
-        `history` has, for every step, the norm of the gradients, the scale, and the overflows
-        until then. An overflow is a step whose gradients were not finite: it was skipped.
+        Returns:
+            The policy, loss scale, and counts of steps and overflows. `history` has the gradient
+            norm, the scale and the overflows so far for every step. An overflow is a step that
+            was skipped because its gradients were not finite.
         """
         with RunFolder.open(self.out) as folder:
             steps = [each for each in folder.records() if isinstance(each, StepRecord)]
@@ -116,9 +134,9 @@ class FineTuner:
         return {"mode": str(plan["policy"]), **_counted(steps, plan)}
 
     def precision(self, model: nn.Module) -> TaskPrecision:
-        """Return the precision that suits the task for a model, where the model is.
+        """Return the precision for this task, model and device.
 
-        What would save memory and the model cannot have is left out, and `left_out` says why.
+        Memory savers that the model does not support are left out; `left_out` says why.
         """
         hardware = detect_hardware(str(next(model.parameters()).device))
         size = sum(parameter.numel() for parameter in model.parameters())
@@ -139,9 +157,15 @@ class FineTuner:
     def optimize_for_task(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **more: Any
     ) -> Prepared:
-        """Prepare a model of your own for a loop of your own: formats, clipping, dropout, memory.
+        """Prepare your own model for your own loop, with the precision of the task.
 
-        Changes the model in place, as `narrowcast.prepare` does, which takes `more`.
+        Args:
+            model: Changed in place, as by `narrowcast.prepare`.
+            optimizer: None for AdamW.
+            more: Further arguments of `narrowcast.prepare`.
+
+        Returns:
+            What `narrowcast.prepare` returns.
         """
         chosen = self.precision(model)
         for module in model.modules():
@@ -160,42 +184,42 @@ class FineTuner:
 
 
 class GenomeAnnotation(FineTuner):
-    """A class for every base."""
+    """Predict a class per base."""
 
     recipe, task, dropout = "annotation", "genome_annotation", 0.0
     from_base: ClassVar = {"optimizer.lr": 3e-5, "data.max_length": 8192}
 
 
 class VariantEffect(FineTuner):
-    """What a variant does, from the sequence without it and with it."""
+    """Predict the effect of a variant from the sequence without and with it."""
 
     recipe, task, dropout = "variant_effect", "variant_effect", 0.1
     from_base: ClassVar = {"optimizer.lr": 2e-5, "data.max_length": 1024}
 
 
 class ProteinFunction(FineTuner):
-    """What a protein is for: GO terms (`function="go"`) or EC numbers (`function="ec"`)."""
+    """Predict GO terms (`function="go"`) or EC classes (`function="ec"`) of a protein."""
 
     recipe, task, dropout = "protein_function", "protein_function", 0.1
     from_base: ClassVar = {"optimizer.lr": 1e-5, "data.max_length": 2048}
 
 
 class GenomeGeneration(FineTuner):
-    """The next base of a genome."""
+    """Predict the next base of a genome."""
 
     recipe, task, dropout = "generation", "generation", 0.1
     from_base: ClassVar = {"optimizer.lr": 5e-6, "data.max_length": 4096}
 
 
 class DomainAdaptation(FineTuner):
-    """A classifier of one domain learns another's, thawed stage by stage."""
+    """Adapt a classifier to another domain, unfrozen stage by stage."""
 
     recipe, task, dropout = "domain_adaptation", "domain_adaptation", 0.2
     from_base: ClassVar = {"optimizer.lr": 5e-6}
 
 
 def _key(name: str) -> str:
-    """Return the dotted key of a setting that is named without its section."""
+    """Return the full name of a setting."""
     if "." in name:
         return name
     homes = [section for section, kind in SECTIONS.items() if name in kind.model_fields]
@@ -206,7 +230,7 @@ def _key(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Write a value as a word does: text as it is, all else as JSON, in which names are quoted."""
+    """Return a value as the command line takes it: text as it is, all else as JSON."""
     if isinstance(value, str | Path):
         return str(value)
     if isinstance(value, Iterable) and not isinstance(value, Mapping):
@@ -215,7 +239,7 @@ def _text(value: Any) -> str:
 
 
 def _counted(steps: list[StepRecord], plan: dict[str, Any]) -> dict[str, Any]:
-    """Return what the records of a run say of its loss scale."""
+    """Return the statistics of loss scale and overflows."""
     parameters = sum(int(module["parameters"]) for module in plan["modules"])
     overflows, history = 0, dict[int, dict[str, float]]()
     for record in steps:

@@ -166,6 +166,7 @@ def _digits(number: Any) -> float:
 VARIANTS = 4
 """Variants shown per set."""
 REACH = 20
+"""Letters on either side of a variant."""
 MOST_LETTERS = 2**20
 """Letters the network reads for mutagenesis, about as many as an evaluation of 1,000 windows."""
 MOST_CHANGED = 8
@@ -326,23 +327,22 @@ def written_samples(
     begun = [tokenizer.decode(row) for row in prompts]
     own = [text[len(prompt) :] for text, prompt in zip(texts, begun, strict=True)]
     real = list(_texts(held_out, tokenizer))
-    return {
+    names = [held_out.names[row] if held_out.names else "" for row in rows[:SHOWN_SAMPLES]]
+    info: dict[str, Any] = {
         "samples": [
-            {"name": _name(held_out, row), "prompt": prompt, "written": text}
-            for row, prompt, text in zip(rows[:SHOWN_SAMPLES].tolist(), begun, own, strict=False)
+            {"name": name, "prompt": prompt, "written": text}
+            for name, prompt, text in zip(names, begun, own, strict=False)
         ],
-        **_spectra(own, real, tokenizer),
-        **(_gc(own, real) if tokenizer.alphabet.complement is not None else {}),
+        "spectrum": _spectrum(own, real, tokenizer),
     }
+    if tokenizer.alphabet.complement is not None:
+        info["gc"] = {"written": gc("".join(own)), "held_out": gc("".join(real))}
+    return info
 
 
 def ids_of_letters(tokenizer: Tokenizer) -> list[int]:
     """Return the tokens that are letters."""
     return [at for at, token in enumerate(tokenizer.tokens) if not token.startswith("[")]
-
-
-def _name(examples: Examples, row: int) -> str:
-    return examples.names[row] if examples.names else ""
 
 
 def _texts(examples: Examples, tokenizer: Tokenizer) -> Iterable[str]:
@@ -356,11 +356,7 @@ def _texts(examples: Examples, tokenizer: Tokenizer) -> Iterable[str]:
             return
 
 
-def _gc(own: list[str], real: list[str]) -> dict[str, Any]:
-    return {"gc": {"written": gc("".join(own)), "held_out": gc("".join(real))}}
-
-
-def _spectra(own: list[str], real: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
+def _spectrum(own: list[str], real: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return k-mer frequencies of samples and of held-out sequences."""
     alphabet = tokenizer.alphabet
     k = next(k for k in (3, 2, 1) if k == 1 or len(alphabet.letters) ** k <= MOST_KMERS)
@@ -372,4 +368,4 @@ def _spectra(own: list[str], real: list[str], tokenizer: Tokenizer) -> dict[str,
             counts.update(kmer_counts(text, k, alphabet))
         total = max(1, counts.total())
         shares[key] = [round(counts[name] / total, 6) for name in names]
-    return {"spectrum": {"k": k, "kmers": names, **shares}}
+    return {"k": k, "kmers": names, **shares}
