@@ -44,7 +44,7 @@ def of_classes(truth: Array, chances: Array) -> dict[str, float]:
         "mcc": _mcc(truth, chosen),
         "accuracy": float((chosen == truth).mean()),
         "f1": float(sk.f1_score(truth, chosen, average="macro", zero_division=0)),
-        **_areas([(truth == each, chances[:, each]) for each in present]),
+        **areas([(truth == each, chances[:, each]) for each in present]),
     }
 
 
@@ -55,7 +55,7 @@ def of_labels(truth: Array, chances: Array) -> dict[str, float]:
     present = [at for at in range(truth.shape[1]) if 0 < truth[:, at].sum() < len(truth)]
     return {
         "f1": _f1_of_labels(truth > 0, chances > 0.5),
-        **_areas([(truth[:, at] > 0, chances[:, at]) for at in present]),
+        **areas([(truth[:, at] > 0, chances[:, at]) for at in present]),
     }
 
 
@@ -83,11 +83,6 @@ def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, flo
     }
 
 
-def areas(truth: Array, score: Array) -> dict[str, float]:
-    """Return AUROC and AUPRC of scores that should be high where `truth` is true."""
-    return _areas([(truth, score)])
-
-
 def _mcc(truth: Array, chosen: Array) -> float:
     """Return Matthews' coefficient; 0 if there is one class only, where scikit-learn warns."""
     alike = (truth == truth[0]).all() and (chosen == truth[0]).all()
@@ -105,7 +100,7 @@ def _nan_metrics(metrics: Sequence[Metric]) -> dict[str, float]:
     return {metric.name: float("nan") for metric in metrics if metric is not LOSS}
 
 
-def _areas(of: Sequence[tuple[Array, Array]]) -> dict[str, float]:
+def areas(of: Sequence[tuple[Array, Array]]) -> dict[str, float]:
     """Return mean AUROC and AUPRC; empty without two classes."""
     if not of:
         return {}

@@ -180,7 +180,7 @@ class Labelled:
             spearman = metrics.of_values(values, scores)["spearman"]
             return [f"{len(scores):,} variants{missing}", f"Spearman {spearman:.4f}"]
         truth = np.array([label == positive for label in self._labels])
-        said = metrics.areas(truth, scores)
+        said = metrics.areas([(truth, scores)])
         spearman = metrics.of_values(truth.astype(float), scores)["spearman"]
         return [
             f"{len(scores):,} variants{missing}; {int(truth.sum()):,} are {positive}, which should "

@@ -147,16 +147,16 @@ def _noted(said: str) -> str:
     return f'<p class="note">{escape(said)}</p>'
 
 
-def _each(sets: Sets, key: str, draw: Callable[[Mapping[str, Any]], str]) -> str:
-    """Draw one figure per set that has `key`, side by side."""
+def _each(sets: Sets, key: str, draw: Callable[[Mapping[str, Any]], str], note: str) -> str:
+    """Draw one figure per set that has `key`, side by side, with a note below."""
     there = {name: message for name, message in sets.items() if message.get(key)}
     figures = [
         (f"<h3>{escape(name.capitalize())}</h3>" if len(sets) > 1 else "") + draw(notice)
         for name, notice in there.items()
     ]
-    if len(figures) < 2:
-        return "".join(figures)
-    return f'<div class="pair">{"".join(f"<div>{each}</div>" for each in figures)}</div>'
+    if len(figures) > 1:
+        figures = [f'<div class="pair">{"".join(f"<div>{each}</div>" for each in figures)}</div>']
+    return figures[0] + _noted(note) if figures else ""
 
 
 def _last(sets: Sets, key: str) -> tuple[str, Any] | None:
@@ -169,9 +169,8 @@ def _confusion(sets: Sets, info: TaskInfo) -> str:
     def draw(message: Mapping[str, Any]) -> str:
         return _confusion_table(message["confusion"]["classes"], message["confusion"]["counts"])
 
-    html = _each(sets, "confusion", draw)
     note = "Rows are true classes, columns are predicted classes. Shading shows the share of a row."
-    return html and html + _noted(note)
+    return _each(sets, "confusion", draw, note)
 
 
 def _curves(sets: Sets, info: TaskInfo) -> str:
@@ -181,9 +180,8 @@ def _curves(sets: Sets, info: TaskInfo) -> str:
             return _noted("All sequences have the same class, so there is no curve.")
         return pictures.precision_recall(curves["classes"], curves["others"])
 
-    html = _each(sets, "curves", draw)
     note = "One curve per class against all others, with its area. Dashed lines show chance."
-    return html and html + _noted(note)
+    return _each(sets, "curves", draw, note)
 
 
 def _cloud(sets: Sets, info: TaskInfo) -> str:
@@ -195,8 +193,8 @@ def _cloud(sets: Sets, info: TaskInfo) -> str:
             return _noted("The predictions are not finite.")
         return pictures.cloud(finite, None if spearman is None else float(spearman))
 
-    html = _each(sets, "points", draw)
-    return html and html + _noted("On the dashed line, predicted and true values are equal.")
+    note = "On the dashed line, predicted and true values are equal."
+    return _each(sets, "points", draw, note)
 
 
 def _tracks(sets: Sets, info: TaskInfo) -> str:
