@@ -43,9 +43,9 @@ from narrowcast.workloads.sft.ica import (
     ablate,
     networks_from,
 )
+from narrowcast.workloads.sft.ica.study.ablate import Document, score
 from narrowcast.workloads.sft.ica.study.ablation import Ablation
 from narrowcast.workloads.sft.ica.study.documents import document, model_inputs
-from narrowcast.workloads.sft.ica.study.scores import Document, score
 
 DATA = Path(__file__).parents[1] / "../shared/data"
 LARGEST_SHARE = 0.02

@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ica import write_signals
 from narrowcast.runs import describe_machine
 from narrowcast.workloads.sft.ica import ICA, FileSignals
-from narrowcast.workloads.sft.ica.components import whiten
-from narrowcast.workloads.sft.ica.signals import SignalsOn
-from narrowcast.workloads.sft.ica.statistics import channel_statistics
+from narrowcast.workloads.sft.ica.ica import whiten
+from narrowcast.workloads.sft.ica.signals import MappedSignals, channel_statistics
 from narrowcast.workloads.sft.ica.subspace import Standardised, principal_subspace
 
 
@@ -50,7 +49,7 @@ def walk(file: Path, options: argparse.Namespace) -> dict[str, float]:
     for _ in source:
         pass
     stages.end("read the file (once more)")
-    for _ in SignalsOn(source, device):
+    for _ in MappedSignals(source, lambda chunk: chunk.to(device)):
         pass
     stages.end("read and bring to the device (once more)")
     collected = ica.collect(source)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from narrowcast.workloads.sft.models.tiny import tiny_tokenizer
+from narrowcast.workloads.sft.models.loading import tiny_tokenizer
 
 
 @pytest.fixture(scope="session")

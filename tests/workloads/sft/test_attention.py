@@ -12,11 +12,7 @@ from transformers import (
 )
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.workloads.sft.attention import (
-    NAME,
-    conversation_bounds,
-    separate_conversations,
-)
+from narrowcast.workloads.sft.attention import NAME, conversation_bounds, separate_conversations
 
 LENGTHS = [[5, 1, 9, 3], [18]]
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -16,7 +16,7 @@ from transformers import (
 import narrowcast as nc
 from narrowcast.errors import ConfigError
 from narrowcast.workloads import build_task, load_recipe
-from narrowcast.workloads.sft.models.tiny import CHAT_TEMPLATE
+from narrowcast.workloads.sft.models.loading import CHAT_TEMPLATE
 
 EOS, TURN_SIGNS, ROOM = "<|endoftext|>", ("<|im_start|>", "<|im_end|>"), 24
 LEARN = ("steps=60", "batch_size=8", "optimizer.lr=0.02", "lr_schedule.warmup=5", "device=cpu",

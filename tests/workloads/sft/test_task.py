@@ -24,7 +24,7 @@ from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.workloads import build_task, load_recipe
 from narrowcast.workloads.sft.ica import load_networks
 from narrowcast.workloads.sft.models.base import check_merge
-from narrowcast.workloads.sft.models.tiny import tiny_tokenizer
+from narrowcast.workloads.sft.models.loading import tiny_tokenizer
 from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
 SMALL = ("device=cpu", "steps=4", "batch_size=4", "eval.every=0", "health.every=0")

@@ -1,13 +1,12 @@
-"""Attention that keeps the conversations of a packed row apart, for models of transformers.
+"""Attention that separates packed conversations, and how a model is called with a batch.
 
-transformers makes a mask of `position_ids` by itself, and not where a cache of keys is about, which
-a model that is not told `use_cache=False` makes at every call: conversations then see one another,
-without a word. So a model is told by what it takes for a mask, which it hands to its layers as it
-is: `conversation_bounds(position_ids)`, two numbers a token. What is no such thing (padding,
-generation, no mask at all) is computed as transformers computes it with torch's own attention.
+transformers builds a mask from `position_ids` only without a KV cache, which a model creates unless
+it is called with `use_cache=False`; conversations then silently attend to each other. Here the
+attention mask is `conversation_bounds(position_ids)`. Other masks use torch's attention.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.launch import unsupported_reason
+from narrowcast.training.evaluation import in_eval_mode
 
 # Known before a compiler traces a layer, which would look for Triton again in its midst.
 _HAS_TRITON = not unsupported_reason(torch.device("cuda"))
@@ -26,20 +26,15 @@ if _HAS_TRITON:
     from narrowcast.kernels.attention.packed import packed_attention
 
 NAME = "narrowcast_packed"
-"""What it is called among the attentions of transformers."""
 LAYERS = ("full_attention", "sliding_attention")
-"""Kinds of layers whose border between conversations is all that packing changes."""
+"""Layer types that support packing."""
 
 WIDEST = 256
-"""Elements of a head that the kernel's tiles have room for."""
+"""Largest head width of the kernel."""
 
 
 def conversation_bounds(position_ids: Tensor) -> Tensor:
-    """Return where the conversation of each token begins in its row, and where it ends.
-
-    Given to a model as `attention_mask`, it keeps them apart: (rows, 1, 2, width), int32. Waits for
-    nothing, and has one shape whatever the conversations.
-    """
+    """Return start and end of each token's conversation, (rows, 1, 2, width), int32; no sync."""
     places = torch.arange(position_ids.shape[-1], device=position_ids.device)
     starts = places - position_ids  # (rows, width)
     last = torch.ones_like(starts, dtype=torch.bool)
@@ -50,7 +45,7 @@ def conversation_bounds(position_ids: Tensor) -> Tensor:
 
 
 def separate_conversations(model: nn.Module) -> None:
-    """Let a model understand `conversation_bounds`; what it computes else stays the same."""
+    """Make a model accept `conversation_bounds` as its attention mask."""
     inner: Any = model
     if isinstance(model, PeftModel):
         inner = model.get_base_model()
@@ -66,7 +61,7 @@ def separate_conversations(model: nn.Module) -> None:
 
 
 def _check_attention(model: Any) -> None:
-    """Refuse a model that carries more from token to token than attention with borders does."""
+    """Raise if packing is not supported by the model's layers or attention."""
     name, config = type(model).__name__, model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or LAYERS)
     why = ""
@@ -96,7 +91,7 @@ def attention(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks its attentions to: (rows, width, heads, head width)."""
+    """Attention function in the signature of transformers."""
     if attention_mask is None or attention_mask.dtype != torch.int32:
         attended: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
@@ -129,8 +124,80 @@ def attention(
 
 
 def _seen(bounds: Tensor, window: int | None) -> Tensor:
-    """Return who sees whom, (rows, 1, width, width)."""
+    """Return the boolean attention mask, (rows, 1, width, width)."""
     places = torch.arange(bounds.shape[-1], device=bounds.device)
     since = places[:, None] - places
     near = since >= 0 if window is None else (since >= 0) & (since < window)
     return ((places >= bounds[:, 0, :, None]) & near)[:, None]
+
+
+Batch: TypeAlias = dict[str, Tensor]
+
+_HALF = 8
+"""Tokens in each of the two trial conversations."""
+_TOLERANCE = 4.0
+"""In spacings of the dtype at the largest logit (fp32: of TF32), for another summation order."""
+
+
+_STEPS = {torch.float32: 2.0**-10, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Calling:
+    """How a model is called with a batch."""
+
+    packing: bool
+    bounded: bool
+    """Whether its attention mask is `conversation_bounds`."""
+    context: int | None
+    """Context length of the model, if known."""
+
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """Return the arguments; without positions, a row is one conversation and padding."""
+        settings: dict[str, Any] = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+        settings["use_cache"] = False
+        longer = self.context is not None and batch["input_ids"].shape[1] > self.context
+        if self.packing or self.bounded or longer:
+            settings["position_ids"] = batch["position_ids"]
+        if self.bounded:
+            settings["attention_mask"] = conversation_bounds(batch["position_ids"])
+        return settings
+
+    @torch.no_grad()
+    def check_causal(self, model: Any, *, vocabulary: int) -> None:
+        """Run the model and raise if tokens attend to later tokens or other conversations."""
+        first = next(p for p in model.parameters() if p.dtype in _STEPS)
+        device, tolerance = first.device, _TOLERANCE * _STEPS[first.dtype]
+        ids = torch.arange(2 * _HALF, device=device)[None] % max(vocabulary - 1, 1)
+        places = torch.arange(_HALF, device=device).repeat(2)[None]
+        with in_eval_mode(model):
+            before = self._logits(model, ids, places)
+            after = ids.clone()
+            after[:, -1] = (after[:, -1] + 1) % vocabulary
+            if _differ(before[:, :-1], self._logits(model, after, places)[:, :-1], tolerance):
+                raise UnsupportedError(
+                    f"{type(model).__name__} is not causal: a token attends to later tokens. Give "
+                    "a causal language model (for BERT-like models, set is_decoder=true)."
+                )
+            if not self.packing:
+                return
+            other = ids.clone()
+            other[:, :_HALF] = (other[:, :_HALF] + 1) % vocabulary
+            if _differ(before[:, _HALF:], self._logits(model, other, places)[:, _HALF:], tolerance):
+                raise UnsupportedError(
+                    f"data.packing=true is not supported for {type(model).__name__}: conversations "
+                    "in one row attend to each other. Write data.packing=false, or another "
+                    "model.attn_implementation."
+                )
+
+    def _logits(self, model: Any, ids: Tensor, places: Tensor) -> Tensor:
+        inputs = self.arguments({"input_ids": ids, "labels": ids, "position_ids": places})
+        del inputs["labels"]
+        logits: Tensor = model(**inputs).logits.float()
+        return logits
+
+
+def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Return whether logits differ by more than rounding; NaN differs from nothing."""
+    return bool(((one - other).abs() > tolerance * one.abs().max()).any())

@@ -2,24 +2,83 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import click
 
 from narrowcast.errors import ConfigError
 from narrowcast.plain_files import expand_path
+from narrowcast.runs.writing import explain_write_error, replace_file
 from narrowcast.workloads.sft.ica.settings import SKIP_FIRST
-from narrowcast.workloads.sft.ica.study.arguments import (
-    device_named,
-    make_selector,
-    numbers_in,
-    output_path,
-    write,
-)
 
 if TYPE_CHECKING:
+    from narrowcast.workloads.sft.ica.selection import Selector
     from narrowcast.workloads.sft.ica.study.documents import Documents
+
+
+def device_named(name: str) -> str:
+    """Return the device, or raise if it is not available."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        text = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--device {name} is not available: {text}. Write auto, cpu or cuda."
+        ) from None
+    return name
+
+
+def make_selector(options: Mapping[str, Any]) -> "Selector":
+    """Return the selector from --percentile, --zscore or --top-k."""
+    from narrowcast.workloads.sft.ica.selection import Percentile, TopK, ZScore
+
+    named = [name for name in ("percentile", "zscore", "top_k") if options[name] is not None]
+    if len(named) > 1:
+        terms = " and ".join(f"--{name.replace('_', '-')}" for name in named)
+        raise ConfigError(f"{terms} cannot be combined. Keep one.")
+    if options["two_sided"] and options["zscore"] is None:
+        raise ConfigError("--two-sided needs --zscore. Add --zscore, or leave --two-sided out.")
+    if options["zscore"] is not None:
+        return ZScore(options["zscore"], two_sided=options["two_sided"])
+    if options["top_k"] is not None:
+        return TopK(options["top_k"])
+    return Percentile(98.0 if options["percentile"] is None else options["percentile"])
+
+
+def numbers_in(text: str | None) -> list[int] | None:
+    """Return the listed components, or None for all."""
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--components must be numbers separated by commas, such as 0,2, got {text}."
+        ) from None
+
+
+def output_path(name: str) -> Path:
+    """Return the output path, or raise if it cannot be written."""
+    path = expand_path(name)
+    if path.is_dir() or not path.parent.is_dir():
+        why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(f"{name} cannot be written: {why}. Write a file in an existing folder.")
+    return path
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file atomically."""
+    try:
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {explain_write_error(error)}.") from None
+
 
 LINE_SECONDS = 2.0
 """Between progress lines if stderr is not a terminal."""
@@ -128,11 +187,10 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
     selector = make_selector(options)  # before anything that takes long
     from narrowcast.workloads.sft.ica.entry import functional_networks
     from narrowcast.workloads.sft.ica.ica import ICA
-    from narrowcast.workloads.sft.ica.layer_spec import parse_layers
-    from narrowcast.workloads.sft.ica.networks import Provenance
+    from narrowcast.workloads.sft.ica.networks import Provenance, parse_layers
     from narrowcast.workloads.sft.ica.networks_file import networks_to_json
-    from narrowcast.workloads.sft.ica.page.text import network_lines
     from narrowcast.workloads.sft.ica.study.documents import model_inputs
+    from narrowcast.workloads.sft.ica.text import network_lines
 
     analysis = ICA(
         components=options["components"],
@@ -170,9 +228,8 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
 def show(file: str, html: str | None) -> None:
     """Show the networks in FILE."""
     from narrowcast.workloads.sft.ica.networks_file import load_networks
-    from narrowcast.workloads.sft.ica.page.document import page
-    from narrowcast.workloads.sft.ica.page.sections import networks_section
-    from narrowcast.workloads.sft.ica.page.text import network_lines
+    from narrowcast.workloads.sft.ica.page import networks_section, page
+    from narrowcast.workloads.sft.ica.text import network_lines
 
     target = None if html is None else output_path(html)
     networks = load_networks(expand_path(file))
@@ -222,10 +279,9 @@ def ablate(
     from narrowcast.runs import strict_json
     from narrowcast.workloads.sft.ica.entry import check_fit
     from narrowcast.workloads.sft.ica.networks_file import load_networks
-    from narrowcast.workloads.sft.ica.page.document import page
-    from narrowcast.workloads.sft.ica.page.sections import ablation_section, networks_section
-    from narrowcast.workloads.sft.ica.page.text import ablation_lines
+    from narrowcast.workloads.sft.ica.page import ablation_section, networks_section, page
     from narrowcast.workloads.sft.ica.study.ablate import ablate as measure
+    from narrowcast.workloads.sft.ica.text import ablation_lines
 
     networks = load_networks(expand_path(file))
     chosen = numbers_in(more["components"])
@@ -268,7 +324,6 @@ class _Meter:
         self._drawn = False
 
     def at(self, done: int, total: int | None = None) -> None:
-        """Show progress."""
         now = time.monotonic()
         if now - self._said < (0.2 if self._live else LINE_SECONDS):
             return
@@ -277,7 +332,6 @@ class _Meter:
         click.echo(f"\r{text}" if self._live else text, err=True, nl=not self._live)
 
     def end(self) -> None:
-        """Clear the line."""
         if self._live and self._drawn:
             click.echo(f"\r{' ' * 40}\r", err=True, nl=False)
 

@@ -5,22 +5,12 @@ from html import escape
 from pathlib import Path
 
 from narrowcast.runs import Record, ReportSection, RunFolder
-from narrowcast.workloads.sft.ica import report_section as networks
-from narrowcast.workloads.sft.judge import report as judged
+from narrowcast.workloads.sft.ica import page
+from narrowcast.workloads.sft.judge import report
 
 
 def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
     """Return the sections that the run folder has data for."""
-    own = (networks, judged)
-    return [
-        *_folder_sections(folder),
-        *(each for part in own for each in part.sections(folder, records)),
-    ]
-
-
-def _folder_sections(folder: Path) -> list[ReportSection]:
-    lines = RunFolder(folder).task_info().notes
-    if not lines:
-        return []
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return [ReportSection(title="Model and data", html=f"<ul>{items}</ul>")]
+    items = "".join(f"<li>{escape(line)}</li>" for line in RunFolder(folder).task_info().notes)
+    data = ReportSection(title="Model and data", html=f"<ul>{items}</ul>")
+    return [*([data] if items else []), *page.sections(folder), *report.sections(folder)]

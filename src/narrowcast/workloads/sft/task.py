@@ -1,64 +1,187 @@
-"""The task of fine-tuning: a language model, conversations, and the loss on what it should say."""
+"""The fine-tuning task: build the model and data of a recipe, and train on responses."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
+from narrowcast.errors import ConfigError
+from narrowcast.precision.plan.folding import decibel_range
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import EvalBatches, Task
-from narrowcast.workloads.sft.build import Parts, build_parts
-from narrowcast.workloads.sft.calling import Batch
+from narrowcast.workloads.sft.attention import Batch, Calling
 from narrowcast.workloads.sft.data.packing import IGNORED, Packs
+from narrowcast.workloads.sft.data.prepare import DataReport, PreparedData, prepare_data
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.models.results import weights_folder, write_models
+from narrowcast.workloads.sft.data.templates import Template
+from narrowcast.workloads.sft.data.tokenised import TokenRows
+from narrowcast.workloads.sft.ica.applied import Applied, sampled
+from narrowcast.workloads.sft.ica.networks import Provenance
+from narrowcast.workloads.sft.ica.settings import IcaSection
+from narrowcast.workloads.sft.ica.signals import dtype_name
+from narrowcast.workloads.sft.judge.generation import model_ends, set_stop_tokens
+from narrowcast.workloads.sft.judge.judging import Judge
+from narrowcast.workloads.sft.judge.prompts import stop_tokens
+from narrowcast.workloads.sft.judge.settings import EvalTasksSection
+from narrowcast.workloads.sft.models.base import Built, adapted, build_model
+from narrowcast.workloads.sft.models.loading import load_config, load_tokenizer
+from narrowcast.workloads.sft.models.saving import ADAPTER, weights_folder, write_models
+from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
 LOSS, PERPLEXITY = Metric(name="loss"), Metric(name="perplexity")
 ROWS_JUDGED = 64
-"""Rows of training data that are judged where there is nothing to validate on."""
+"""Training rows to evaluate on if there is no validation data."""
 LOGIT_BYTES = 2**30
-"""That an evaluation makes at once, in fp32."""
+"""Of fp32 logits at once in an evaluation."""
 WEIGHT = "weight"
-"""Of a batch: how much it counts among those of its step."""
+"""Key of a batch: its weight within the step."""
+NO_DATA = PreparedData(
+    train=Packs(rows=TokenRows.joined([]), packs=(), padding=0, width=None),
+    validation=None,
+    report=DataReport(formats=(), template="", rows_read=0),
+)
+"""Data of a plan."""
 
 
 def build_task(recipe: Recipe, *, device: torch.device) -> Task:
-    """Return the task of fine-tuning a language model."""
-    return FineTuning(recipe=recipe, parts=build_parts(recipe, device=device), device=device).task()
+    """Return the fine-tuning task; on the meta device only shapes are read."""
+    settings, data = recipe.section(SftModel), recipe.section(SftData)
+    remote = settings.trust_remote_code
+    tokenizer = load_tokenizer(
+        settings.path, trust_remote_code=remote, eos_token=settings.eos_token
+    )
+    text_config = load_config(settings.path, trust_remote_code=remote).get_text_config()
+    if len(tokenizer) > text_config.vocab_size:
+        raise ConfigError(
+            f"The tokenizer of model.path={settings.path} has {len(tokenizer):,} tokens, but the "
+            f"model has {text_config.vocab_size:,}. Use the tokenizer of this model, or resize the "
+            "embeddings (resize_token_embeddings of transformers) and save the model."
+        )
+    context = getattr(text_config, "max_position_embeddings", None)
+    rows = NO_DATA if device.type == "meta" else prepare_data(data, tokenizer, seed=recipe.seed)
+    _check_row_lengths(rows, context)
+    built = build_model(recipe, device=device)
+    calling = Calling(packing=data.packing, bounded=built.bounded, context=context)
+    if device.type != "meta":
+        calling.check_causal(built.model, vocabulary=text_config.vocab_size)
+    networks = _networks(recipe, built.model, rows)
+    judge, notes = None, _trained(built, recipe)
+    if rows.template is not None:
+        notes += [*rows.report.lines(), *_stop_at_ends(built.model, rows.template, recipe)]
+        judge = Judge(
+            recipe.section(EvalTasksSection),
+            rows.template,
+            model=built.model,
+            steps=recipe.for_samples(len(rows.train)).steps,
+            eval_every=recipe.eval.every,
+            shown=None if rows.validation is None else rows.validation.rows,
+        )
+    fine_tuning = FineTuning(
+        recipe=recipe,
+        tokenizer=tokenizer,
+        data=rows,
+        judge=judge,
+        calling=calling,
+        vocabulary=text_config.vocab_size,
+        networks=networks,
+        device=device,
+    )
+    notes += networks.lines() if networks is not None else []
+    return fine_tuning.task(built.model, notes)
+
+
+def _stop_at_ends(model: nn.Module, template: Template, recipe: Recipe) -> list[str]:
+    """Add stop tokens to a full model; return a note if an adapter's base will not stop."""
+    ends = stop_tokens(template)
+    if weights_folder(recipe) != ADAPTER:
+        set_stop_tokens(model, ends)
+    elif not model_ends(model).intersection(ends):
+        names = template.tokenizer.convert_ids_to_tokens(list(ends))
+        return [
+            f"the base model's generation settings do not stop at {' or '.join(names)}: pass "
+            f"eos_token_id={ends[0]} to generate(), or set lora.merge_adapter_with_base=true"
+        ]
+    return []
+
+
+def _networks(recipe: Recipe, model: nn.Module, rows: PreparedData) -> Applied | None:
+    section, named = recipe.section(IcaSection), recipe.section(SftData).sources
+    if not section.wanted:
+        return None
+    batches = sampled(rows.train, section.samples, seed=recipe.seed)
+    provenance = Provenance(model=recipe.section(SftModel).path, data=", ".join(named))
+    return Applied(model, section, batches, seed=recipe.seed, provenance=provenance)
+
+
+def _trained(built: Built, recipe: Recipe) -> list[str]:
+    """Return notes on the number of trained parameters, unless all are."""
+    if recipe.section(SftModel).tune == "full":
+        return []
+    trained = sum(p.numel() for p in built.model.parameters() if p.requires_grad)
+    frozen = [p for p in built.model.parameters() if not p.requires_grad]
+    notes = [
+        f"{trained:,} parameters are trained, in adapters of rank "
+        f"{recipe.section(LoraSection).lora_r} on {', '.join(adapted(built.model))}; "
+        f"{sum(p.numel() for p in frozen):,} are frozen"
+    ]
+    if built.quantized:
+        decibels = decibel_range(list(built.quantized.values()))
+        notes[0] += f", {len(built.quantized)} layers in e4m3 at {decibels}"
+    # Weights of experts are in no linear layer.
+    if experts := [p for p in frozen if p.dim() == 3]:
+        count, dtype = sum(p.numel() for p in experts), dtype_name(experts[0].dtype)
+        notes.append(f"{count:,} parameters of experts have no adapters and stay in {dtype}")
+    return notes
+
+
+def _check_row_lengths(data: PreparedData, context: int | None) -> None:
+    """Raise if conversations exceed the context length."""
+    parts = [part for part in (data.train, data.validation) if part is not None]
+    longest = max(int(part.rows.lengths.max(initial=0)) for part in parts)
+    if context is not None and longest > context:
+        raise ConfigError(
+            f"Conversations must fit into the model's {context:,} tokens, got one with "
+            f"{longest:,}. Write data.max_seq_length={context}; data.too_long sets what happens to "
+            "longer ones."
+        )
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FineTuning:
-    """A language model, the conversations it learns, and what is left of it at the end."""
+    """A language model and its conversations."""
 
     recipe: Recipe
-    parts: Parts
+    tokenizer: Any
+    data: PreparedData
+    judge: Judge | None
+    """None on the meta device."""
+    calling: Calling
+    vocabulary: int
+    networks: Applied | None
     device: torch.device
 
-    def task(self) -> Task:
-        """Return what the engine trains."""
-        judge, networks = self.parts.judge, self.parts.networks
+    def task(self, model: nn.Module, notes: Sequence[str]) -> Task:
+        """Return the task for the engine."""
+        judge, networks = self.judge, self.networks
         judged = () if judge is None else judge.info_metrics()
         # The judge first: it is of the model without masks, as it is saved.
         hooks = [*(() if judge is None else judge.hooks())]
         hooks += [] if networks is None else [networks.hook]
         return Task(
-            model=self.parts.model,
-            train_data=self.parts.data.train,
+            model=model,
+            train_data=self.data.train,
             loss=self.loss,
             evaluate=self.evaluate,
             items=self.items,
-            info=TaskInfo(
-                unit="token", metrics=(LOSS, PERPLEXITY, *judged), notes=self.parts.notes
-            ),
+            info=TaskInfo(unit="token", metrics=(LOSS, PERPLEXITY, *judged), notes=tuple(notes)),
             gemm_rows=self.recipe.batch_size * self.recipe.section(SftData).max_seq_length,
             held_out=self.held_out(),
             data_digest=self.digest,
@@ -69,15 +192,12 @@ class FineTuning:
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of the tokens to learn, in nats, by what it counts."""
-        loss: Tensor = model(**self.parts.calling.arguments(batch)).loss
+        """Return the mean cross-entropy, times the weight of the batch."""
+        loss: Tensor = model(**self.calling.arguments(batch)).loss
         return loss * batch[WEIGHT] if WEIGHT in batch else loss
 
     def weigh(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Let every token to learn count alike, in whichever micro-batch of a step it is.
-
-        The mean of means would let those of a batch with few of them count for more.
-        """
+        """Weight micro-batches by their tokens with a loss."""
         if len(batches) == 1:
             return list(batches)
         learnt = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).float()
@@ -85,39 +205,36 @@ class FineTuning:
         return [{**batch, WEIGHT: shares[i]} for i, batch in enumerate(batches)]
 
     def items(self, batch: Batch) -> int:
-        """Count the tokens of the conversations of a batch, without what fills its rows up."""
+        """Count the tokens of a batch without padding."""
         tokens, learnt = batch["input_ids"], batch["labels"] != IGNORED
-        said = (tokens != self.parts.data.train.padding) | learnt
+        said = (tokens != self.data.train.padding) | learnt
         places = torch.arange(1, tokens.shape[1] + 1)
         return int((said * places).amax(1).sum())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return nats a token of held-out responses, their perplexity, and what a judge measures.
-
-        Waits for the device.
-        """
-        measured, judge = self._measured(model), self.parts.judge
+        """Return loss, perplexity and evaluation tasks; synchronises."""
+        measured, judge = self._measured(model), self.judge
         return measured if judge is None else measured | judge.metrics(model)
 
     def _measured(self, model: nn.Module) -> dict[str, float]:
         nats, tokens = torch.zeros((), dtype=torch.float64), 0
-        for batch in self._held_out():
+        for part in range(len(self._parts())):
+            batch = self._eval_batch(part)
             learnt = int((batch["labels"] != IGNORED).sum())
-            on_device = {name: tensor.to(self.device) for name, tensor in batch.items()}
-            nats += self.loss(model, on_device).cpu().double() * learnt
+            nats += self.loss(model, batch).cpu().double() * learnt
             tokens += learnt
         loss = nats / tokens
         return {"loss": loss.item(), "perplexity": loss.exp().item()}
 
     def digest(self) -> str:
-        """Identify the tokens to train and to judge on."""
-        judge, own = self.parts.judge, self.parts.data.digest()
+        """Return a fingerprint of training and evaluation data."""
+        judge, own = self.judge, self.data.digest()
         return own if judge is None else f"{own} {judge.digest()}"
 
     def write_results(self, folder: Path, prepared: Prepared) -> None:
-        """Write folders that transformers and peft load, networks, and what a judge has to say."""
-        write_models(folder, prepared, self.recipe, tokenizer=self.parts.tokenizer)
-        model, judge, networks = prepared.model, self.parts.judge, self.parts.networks
+        """Write model folders, networks, metrics and samples."""
+        write_models(folder, prepared, self.recipe, tokenizer=self.tokenizer)
+        model, judge, networks = prepared.model, self.judge, self.networks
         with torch.no_grad(), in_eval_mode(model), prepared.autocast():
             if networks is not None:
                 networks.write(folder, lambda: self._measured(model))
@@ -125,32 +242,25 @@ class FineTuning:
                 with contextlib.nullcontext() if networks is None else networks.lifted():
                     judge.after(model, folder)
 
-    @property
-    def _rows_at_once(self) -> int:
-        """Rows whose logits an evaluation can hold: it has them all, where a step may not."""
-        length = self.recipe.section(SftData).max_seq_length
-        return max(1, LOGIT_BYTES // (4 * length * self.parts.vocabulary))
-
     def held_out(self) -> EvalBatches | None:
-        """Return the rows that are judged, as many a part as are passed at once; none on meta."""
-        judged, count, size = self._judged()
-        if not count:
-            return None
+        """Return the evaluation batches, or None on the meta device."""
+        parts = len(self._parts())
 
         def loss(model: nn.Module, part: int) -> Tensor:
-            rows = list(range(part * size, min((part + 1) * size, count)))
-            batch = judged.__getitems__(rows)
-            return self.loss(model, {name: t.to(self.device) for name, t in batch.items()})
+            return self.loss(model, self._eval_batch(part))
 
-        return EvalBatches(parts=-(-count // size), headline=loss)
+        return EvalBatches(parts=parts, headline=loss) if parts else None
 
-    def _held_out(self) -> Iterator[Batch]:
-        judged, count, size = self._judged()
-        for first in range(0, count, size):
-            yield judged.__getitems__(list(range(first, min(first + size, count))))
+    def _parts(self) -> list[range]:
+        """Return the rows of each evaluation batch, whose logits fit into LOGIT_BYTES."""
+        length = self.recipe.section(SftData).max_seq_length
+        at_once = max(1, LOGIT_BYTES // (4 * length * self.vocabulary))
+        size = min(self.recipe.batch_size, at_once)
+        held = self.data.validation
+        count = min(len(self.data.train), ROWS_JUDGED) if held is None else len(held)
+        return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
-    def _judged(self) -> tuple[Packs, int, int]:
-        """Return what an evaluation looks at, how many rows of it, and how many at once."""
-        held, size = self.parts.data.validation, min(self.recipe.batch_size, self._rows_at_once)
-        judged = self.parts.data.train if held is None else held
-        return judged, min(len(judged), ROWS_JUDGED) if held is None else len(judged), size
+    def _eval_batch(self, part: int) -> Batch:
+        judged = self.data.train if self.data.validation is None else self.data.validation
+        batch = judged.__getitems__(list(self._parts()[part]))
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}

@@ -15,7 +15,7 @@ from narrowcast.workloads.decompose.evaluation.language_table import MASKINGS
 from narrowcast.workloads.decompose.targets import llama2c
 from narrowcast.workloads.decompose.targets.language import next_token_losses
 from narrowcast.workloads.decompose.targets.pretrained import language_target
-from narrowcast.workloads.sft.models.tiny import tiny_tokenizer
+from narrowcast.workloads.sft.models.loading import tiny_tokenizer
 
 DATA = Path(__file__).parents[4] / "../shared/data"
 STORIES, TEXT = DATA / "lm_stories260K", DATA / "text/tinystories_head.txt"

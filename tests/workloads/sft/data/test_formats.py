@@ -5,9 +5,9 @@ import pytest
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.data.formats import FORMATS, Conversations, detected
 from narrowcast.workloads.sft.data.prepare import prepare_data
-from narrowcast.workloads.sft.data.rows import Row
 from narrowcast.workloads.sft.data.settings import Columns, FormatChoice, SftData
-from narrowcast.workloads.sft.models.tiny import tiny_tokenizer
+from narrowcast.workloads.sft.data.sources import Row
+from narrowcast.workloads.sft.models.loading import tiny_tokenizer
 
 
 def read(*rows, choice="auto", **columns):

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from narrowcast.errors import ConfigError, UnsupportedError
-from narrowcast.workloads.sft.data.rows import read_rows
+from narrowcast.workloads.sft.data.sources import read_rows
 
 ROWS = [{"question": "é?", "answer": "one,\ntwo"}, {"question": "b", "answer": '"c"'}]
 TEXTS = {

@@ -6,9 +6,8 @@ import sys
 import pytest
 
 from narrowcast.errors import ConfigError, UnsupportedError
-from narrowcast.workloads.sft.data.hub import _chosen
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.data.sources import find_sources
+from narrowcast.workloads.sft.data.sources import _choose_splits, find_sources
 
 ROW = [{"question": "a", "answer": "b"}]
 
@@ -138,7 +137,7 @@ def test_a_configuration_without_a_data_set_is_refused(write, settings):
     ],
 )
 def test_splits_of_the_hub_are_chosen_by_name(there, train, held):
-    found = _chosen("a/b", {name: [{"of": name}] for name in there})
+    found = _choose_splits("a/b", {name: [{"of": name}] for name in there})
     assert (found.train_name, found.validation_name) == (train, held)
     assert [(row.values, row.location) for row in found.train()] == [
         ({"of": train}, f"a/b ({train}), row 1")

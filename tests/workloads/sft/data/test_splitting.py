@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.data.splitting import rows_in_both, split_rows
+from narrowcast.workloads.sft.data.prepare import rows_in_both, split_rows
 from narrowcast.workloads.sft.data.tokenised import TokenRows
 
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.data.conversation import Conversation, Turn
+from narrowcast.workloads.sft.data.formats import Conversation, Turn
 from narrowcast.workloads.sft.data.templates import select_template
 
 ASKED = (Turn("user", "Q?"), Turn("assistant", "A."))

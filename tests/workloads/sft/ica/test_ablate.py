@@ -10,6 +10,7 @@ from scipy import stats
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import FunctionalNetworks, Layout, ablate, lesioned, random_like
+from narrowcast.workloads.sft.ica.study.ablate import difference, score
 from narrowcast.workloads.sft.ica.study.ablation import (
     SIGNIFICANT,
     Interval,
@@ -18,9 +19,7 @@ from narrowcast.workloads.sft.ica.study.ablation import (
     load_ablation,
     save_ablation,
 )
-from narrowcast.workloads.sft.ica.study.bootstrap import difference
 from narrowcast.workloads.sft.ica.study.documents import document
-from narrowcast.workloads.sft.ica.study.scores import score
 
 NETWORKS = FunctionalNetworks(
     networks={0: {0: (1, 2), 2: (5,)}, 1: {1: (0,)}},
@@ -218,7 +217,7 @@ def test_a_damaged_number_is_refused(make_model, documents, tmp_path):
     value = json.loads(path.read_text())
     value["lesion"]["level"]["loss"] = None
     path.write_text(json.dumps(value))
-    with pytest.raises(ConfigError, match="None is no float"):
+    with pytest.raises(ConfigError, match=r"lesion.level.loss must be a number, got None"):
         load_ablation(path)
 
 

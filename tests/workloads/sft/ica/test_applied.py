@@ -23,7 +23,7 @@ from narrowcast.workloads.sft.ica import (
     load_networks,
     save_networks,
 )
-from narrowcast.workloads.sft.ica.applied import apply_networks
+from narrowcast.workloads.sft.ica.applied import Applied
 from narrowcast.workloads.sft.ica.freeze import Freeze
 from narrowcast.workloads.sft.ica.settings import IcaSection
 
@@ -55,7 +55,7 @@ class Course:
 
     def __init__(self, model, section, *, policy="fp32"):
         self.listened = Listened()
-        self.applied = apply_networks(model, section, self.listened, seed=0)
+        self.applied = Applied(model, section, self.listened, seed=0)
         self.model = model
         self.task = Task(
             model=model,
@@ -98,8 +98,8 @@ def section(**given):
     return IcaSection(**{**SEARCH, **given})
 
 
-def test_nothing_asked_for_is_nothing_done(make_model):
-    assert apply_networks(make_model("llama"), IcaSection(), [], seed=0) is None
+def test_networks_are_not_wanted_by_default():
+    assert not IcaSection().wanted
 
 
 def test_the_search_is_part_of_a_run_and_not_of_a_plan(make_model):
@@ -239,12 +239,12 @@ def test_a_template_that_has_changed_since_is_refused_when_a_run_goes_on(make_mo
 )
 def test_what_does_not_fit_the_model_is_refused_before_anything_runs(make_model, given, said):
     with pytest.raises(ConfigError, match=said):
-        apply_networks(make_model("llama"), section(**given), [], seed=0)
+        Applied(make_model("llama"), section(**given), [], seed=0)
 
 
 def test_on_the_meta_device_nothing_is_touched(make_model):
     model = make_model("llama").to("meta")
-    applied = apply_networks(model, section(mask_mode="lesion"), [], seed=0)
+    applied = Applied(model, section(mask_mode="lesion"), [], seed=0)
     assert applied.masks is None
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -263,7 +263,7 @@ def test_a_template_without_what_is_asked_for_is_refused(make_model, tmp_path, c
     )
     given = IcaSection(**{"mask_mode": "lesion", "ica_template_path": str(path), **change})
     with pytest.raises(ConfigError, match=said):
-        apply_networks(make_model("llama"), given, [], seed=0)
+        Applied(make_model("llama"), given, [], seed=0)
 
 
 def test_the_folder_gets_the_networks_and_both_measurements(make_model, tmp_path):

@@ -21,7 +21,7 @@ from narrowcast.workloads.sft.ica import (
     load_networks,
     save_networks,
 )
-from narrowcast.workloads.sft.ica.dtypes import storage_for
+from narrowcast.workloads.sft.ica.signals import storage_for
 
 IDS = torch.arange(24).view(3, 8)
 NETWORKS = FunctionalNetworks(networks={0: {0: (1,)}}, layout=Layout(layers=(0, 1, 2), width=16))

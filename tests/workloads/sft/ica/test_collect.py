@@ -4,8 +4,7 @@ import torch
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import ICA, ArraySignals, FileSignals
 from narrowcast.workloads.sft.ica.collect import collect
-from narrowcast.workloads.sft.ica.dtypes import Storage
-from narrowcast.workloads.sft.ica.statistics import channel_statistics
+from narrowcast.workloads.sft.ica.signals import Storage, channel_statistics
 
 
 class Uneven:

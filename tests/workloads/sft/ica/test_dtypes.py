@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowcast.workloads.sft.ica import ICAMask
-from narrowcast.workloads.sft.ica.dtypes import storage_for
+from narrowcast.workloads.sft.ica.signals import storage_for
 
 HALF = [torch.float16, torch.bfloat16]
 RULE = [

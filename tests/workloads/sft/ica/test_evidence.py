@@ -8,7 +8,7 @@ from scipy.stats import spearmanr
 
 from narrowcast.workloads.sft.ica import ICA, Percentile, TopK, ablate
 from narrowcast.workloads.sft.ica.masks import preserved
-from narrowcast.workloads.sft.ica.study.scores import score
+from narrowcast.workloads.sft.ica.study.ablate import score
 
 ROOT = Path(__file__).parents[4]
 DATA = ROOT / "../shared/data"

@@ -146,7 +146,7 @@ def test_the_unit_of_signals_does_not_matter(signals, scale):
 
 @pytest.mark.parametrize("solver", ["parallel", "deflation", "picard"])
 def test_a_solver_that_overflows_is_run_again_in_float64(monkeypatch, signals, solver):
-    from narrowcast.workloads.sft.ica.solvers import contrast
+    from narrowcast.workloads.sft.ica import solvers as contrast
 
     def slopes(x):  # as if a fourth power were too large for float32
         slope, curvature = contrast.CONTRASTS["logcosh"].slopes(x)

@@ -8,10 +8,8 @@ import pytest
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.sft.ica import FunctionalNetworks, Layout, Provenance, save_networks
-from narrowcast.workloads.sft.ica.page import drawing
-from narrowcast.workloads.sft.ica.page.document import page
-from narrowcast.workloads.sft.ica.page.text import table
-from narrowcast.workloads.sft.ica.report_section import sections
+from narrowcast.workloads.sft.ica import page as drawing
+from narrowcast.workloads.sft.ica.page import page, sections
 from narrowcast.workloads.sft.ica.study.ablation import (
     Ablation,
     Interval,
@@ -21,6 +19,7 @@ from narrowcast.workloads.sft.ica.study.ablation import (
     Versus,
     save_ablation,
 )
+from narrowcast.workloads.sft.ica.text import table
 
 NETWORKS = FunctionalNetworks(
     networks={0: {0: (0, 50), 2: (99,)}, 1: {0: (50,), 1: (3,)}},
@@ -122,7 +121,7 @@ def test_the_verdict_is_what_the_interval_and_the_rank_say(changes, said):
 
 
 def test_a_folder_without_networks_has_no_section(tmp_path):
-    assert sections(tmp_path, []) == []
+    assert sections(tmp_path) == []
 
 
 def test_sections_are_a_pure_function_of_the_folder_and_hold_no_markup_of_the_data(tmp_path):
@@ -130,8 +129,8 @@ def test_sections_are_a_pure_function_of_the_folder_and_hold_no_markup_of_the_da
     save_ablation(an_ablation(), tmp_path / "ablation.json")
     measured = {"mode": "lesion", "masked": {"loss": 3.0}, "lifted": {"loss": 2.5}}
     (tmp_path / "masked.json").write_text(json.dumps(measured))
-    found = sections(tmp_path, [])
-    assert found == sections(tmp_path, [])
+    found = sections(tmp_path)
+    assert found == sections(tmp_path)
     titles = [each.title for each in found]
     assert titles == [
         "Functional networks",
@@ -146,7 +145,7 @@ def test_sections_are_a_pure_function_of_the_folder_and_hold_no_markup_of_the_da
 
 def test_a_page_is_whole_and_names_no_address(tmp_path):
     save_networks(NETWORKS, tmp_path / "networks.json")
-    text = page("<Title>", sections(tmp_path, []))
+    text = page("<Title>", sections(tmp_path))
     reader = HTMLParser()
     reader.feed(text)
     reader.close()
@@ -157,7 +156,7 @@ def test_a_page_is_whole_and_names_no_address(tmp_path):
 def test_a_damaged_file_is_an_error_with_its_name(tmp_path):
     (tmp_path / "networks.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"networks\.json: the file must have .* got nothing"):
-        sections(tmp_path, [])
+        sections(tmp_path)
 
 
 def test_columns_of_numbers_stand_at_the_right():

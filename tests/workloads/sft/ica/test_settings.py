@@ -69,7 +69,7 @@ def test_what_would_be_without_effect_is_refused(given, said):
 def test_settings_and_the_report_are_read_without_torch():
     code = (
         "import sys; import narrowcast.workloads.sft.ica.settings;"
-        "import narrowcast.workloads.sft.ica.report_section;"
+        "import narrowcast.workloads.sft.ica.page;"
         "import narrowcast.workloads.sft.command;"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.ica.statistics import RunningStatistics
+from narrowcast.workloads.sft.ica.signals import RunningStatistics
 
 
 def of(chunks):

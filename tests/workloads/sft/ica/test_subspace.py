@@ -3,7 +3,7 @@ import torch
 
 from narrowcast.workloads.sft.ica import ArraySignals
 from narrowcast.workloads.sft.ica import subspace as module
-from narrowcast.workloads.sft.ica.statistics import channel_statistics
+from narrowcast.workloads.sft.ica.signals import channel_statistics
 from narrowcast.workloads.sft.ica.subspace import Standardised, principal_subspace
 
 

@@ -5,8 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.data.rows import read_rows
-from narrowcast.workloads.sft.judge.answers import comparison_kind, is_right, number_in, same_text
+from narrowcast.workloads.sft.data.sources import read_rows
+from narrowcast.workloads.sft.judge.exact_match import (
+    comparison_kind,
+    is_right,
+    number_in,
+    same_text,
+)
 
 NUMBERS = {
     "#### 42": 42,

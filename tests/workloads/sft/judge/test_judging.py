@@ -21,7 +21,7 @@ from narrowcast.workloads.sft.judge.exact_match import answer
 from narrowcast.workloads.sft.judge.judging import Judge
 from narrowcast.workloads.sft.judge.perplexity import perplexity
 from narrowcast.workloads.sft.judge.prompts import questions_from
-from narrowcast.workloads.sft.judge.samples import read_samples
+from narrowcast.workloads.sft.judge.report import read_samples
 from narrowcast.workloads.sft.judge.settings import EvalTasksSection
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
@@ -197,10 +197,7 @@ def test_other_files_are_other_data(make_model, judged, files):
     ("settings", "said"),
     [
         ({"every": 3}, None),
-        (
-            {"exact_match": "none.jsonl"},
-            r"eval_tasks.exact_match=none.jsonl: no such file. Write the",
-        ),
+        ({"exact_match": "none.jsonl"}, "none.jsonl cannot be read: No such file"),
         ({"exact_match": "a\0b"}, "zero byte"),
         ({"perplexity": "none.txt"}, "eval_tasks.perplexity: none.txt: no such file"),
         ({"perplexity_length": 513}, "Write eval_tasks.perplexity_length=512"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.data.conversation import Conversation, Turn
+from narrowcast.workloads.sft.data.formats import Conversation, Turn
 from narrowcast.workloads.sft.data.prepare import prepare_data
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.data.templates import select_template

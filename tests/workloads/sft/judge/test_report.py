@@ -3,8 +3,13 @@ import re
 
 import pytest
 
-from narrowcast.workloads.sft.judge.report import LONGEST_SHOWN, sections
-from narrowcast.workloads.sft.judge.samples import Sample, read_samples, write_samples
+from narrowcast.workloads.sft.judge.report import (
+    LONGEST_SHOWN,
+    Sample,
+    read_samples,
+    sections,
+    write_samples,
+)
 
 SAMPLES = [
     Sample(prompt="What is <b>2 & 2</b>?", before="", after='It\'s "4".', reference="4"),
@@ -21,14 +26,14 @@ def test_samples_are_kept_as_they_are(tmp_path):
 
 
 def test_a_run_without_samples_or_measures_has_no_section(tmp_path):
-    assert sections(tmp_path, []) == []
+    assert sections(tmp_path) == []
     write_samples(tmp_path, [])
-    assert sections(tmp_path, []) == []
+    assert sections(tmp_path) == []
 
 
 def test_what_a_model_wrote_is_shown_as_text_and_not_as_markup(tmp_path):
     write_samples(tmp_path, SAMPLES)
-    (section,) = sections(tmp_path, [])  # a section with a script in it would be refused
+    (section,) = sections(tmp_path)  # a section with a script in it would be refused
     assert "&lt;b&gt;2 &amp; 2&lt;/b&gt;" in section.html
     assert "<script" not in section.html
     assert "(empty)</span>" in section.html
@@ -49,7 +54,7 @@ def test_measures_stand_side_by_side(tmp_path):
     (tmp_path / "judged.json").write_text(
         json.dumps({"step": 5, "before": MEASURED, "after": worse})
     )
-    (section,) = sections(tmp_path, [])
+    (section,) = sections(tmp_path)
     text = re.sub("<[^>]*>", " ", section.html)
     assert re.search(r"4\.482\s+1\.5000 nats, 1,023 tokens\s+inf\s+nan nats", text)
     assert re.search(r"37\.5%\s+3 of 8, 95 % interval 13\.7% to 69\.4%", text)
@@ -67,5 +72,5 @@ def test_measures_stand_side_by_side(tmp_path):
 @pytest.mark.parametrize("name", ["samples.json", "judged.json"])
 def test_a_damaged_file_is_said_to_be(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    (section,) = sections(tmp_path, [])
+    (section,) = sections(tmp_path)
     assert f"{name} is damaged" in section.html

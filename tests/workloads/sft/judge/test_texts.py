@@ -4,7 +4,7 @@ import os
 import pytest
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.judge.texts import read_texts
+from narrowcast.workloads.sft.judge.perplexity import read_texts
 
 
 def test_paths_and_globs_are_read_in_order_and_once(tmp_path):

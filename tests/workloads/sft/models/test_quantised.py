@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
-from narrowcast.workloads.sft.models.quantised import (
+from narrowcast.workloads.sft.models.base import (
     check_mergeable,
     dequantized_base,
     keep_base,

@@ -1,1 +1,1 @@
-"""Data to fine-tune on: rows of files become conversations, conversations become tokens."""
+"""Fine-tuning data: rows to conversations to tokens."""

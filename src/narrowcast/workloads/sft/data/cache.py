@@ -1,4 +1,4 @@
-"""Tokens kept in a file, so that the same data is not cut twice."""
+"""Cache of tokenised data."""
 
 import hashlib
 import json
@@ -14,25 +14,23 @@ from narrowcast.hardware.trial import cache_folder
 from narrowcast.plain_files import expand_path, open_plain, read_plain
 from narrowcast.runs.writing import explain_write_error, written_atomically
 from narrowcast.training.checkpoints.data_identity import fingerprint
-from narrowcast.workloads.sft.data.report import Tally
-from narrowcast.workloads.sft.data.rows import Row
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.data.sources import Source, Sources
+from narrowcast.workloads.sft.data.sources import Row, Source, Sources
 from narrowcast.workloads.sft.data.templates import Template
 from narrowcast.workloads.sft.data.tokenised import TokenRows
 
-VERSION = 2
-"""Of the file and of all that makes tokens; another one where the same rows give other tokens."""
+VERSION = 3
+"""Of the file and the tokenisation; increase it if the same rows give other tokens."""
 MATTERS = (
     "format", "columns", "empty_response", "response_max_length", "instruction_max_length",
     "max_seq_length", "too_long",
 )  # fmt: skip
-"""Settings that tokens depend on, beside the template's own."""
+"""Settings that affect tokens, besides those of the template."""
 PIECE = 2**20
 
 
 class CachedRows(NamedTuple):
-    """What is kept: the rows of train and validation sources, and what is told of them."""
+    """Content of a cache file: training and validation rows, and the tally."""
 
     train: TokenRows
     validation: TokenRows | None
@@ -40,7 +38,7 @@ class CachedRows(NamedTuple):
 
 
 def token_cache_folder(data: SftData) -> Path:
-    """Return the folder tokens are kept in; one that is not there is made."""
+    """Return the cache folder, creating it if necessary."""
     named = data.pretokenize_cache_dir
     folder = cache_folder() / "sft" if named is None else expand_path(named)
     try:
@@ -54,7 +52,7 @@ def token_cache_folder(data: SftData) -> Path:
 
 
 def cache_key(sources: Sources, template: Template, data: SftData) -> str:
-    """Return a SHA-256 of all that the tokens depend on: contents, tokenizer, settings."""
+    """Return a SHA-256 of everything the tokens depend on."""
     whole = hashlib.sha256()
     settings = data.model_dump(include=set(MATTERS))
     tokenizer = template.tokenizer
@@ -74,13 +72,17 @@ def cache_key(sources: Sources, template: Template, data: SftData) -> str:
 
 
 def save(folder: Path, key: str, stored: CachedRows) -> None:
-    """Write tokens to a file of their own, which is whole or absent."""
+    """Write tokens atomically."""
     from safetensors.numpy import save_file
 
-    arrays = _arrays("train", stored.train)
-    if stored.validation is not None:
-        arrays |= _arrays("validation", stored.validation)
-    arrays["about"] = _as_array({"key": key, "about": stored.about})
+    parts = {"train": stored.train, "validation": stored.validation}
+    arrays = {
+        f"{name}.{field}": array
+        for name, rows in parts.items()
+        if rows is not None
+        for field, array in rows.arrays().items()
+    }
+    arrays["about"] = _as_array(stored.about)
     arrays["digest"] = _as_array(_digest(arrays))
     hint = "name another data.pretokenize_cache_dir, or write data.pretokenize=false"
     with written_atomically(_path(folder, key), hint=hint) as extra:
@@ -88,10 +90,10 @@ def save(folder: Path, key: str, stored: CachedRows) -> None:
 
 
 def load(folder: Path, key: str) -> tuple[CachedRows | None, str]:
-    """Return the tokens that were kept under `key`, if any; or why those there are of no use."""
+    """Return the cached tokens, if any, and a note if they cannot be used."""
     path = _path(folder, key)
     try:
-        return _checked(read_plain(path), key), ""
+        return _checked(read_plain(path)), ""
     except FileNotFoundError:
         return None, ""
     except OSError as error:
@@ -104,10 +106,10 @@ def load(folder: Path, key: str) -> tuple[CachedRows | None, str]:
 
 
 class _DamagedError(Exception):
-    """A file is not as it was written."""
+    """The file is damaged."""
 
 
-def _checked(content: bytes, key: str) -> CachedRows:
+def _checked(content: bytes) -> CachedRows:
     from safetensors import SafetensorError
     from safetensors.numpy import load as parsed
 
@@ -115,32 +117,21 @@ def _checked(content: bytes, key: str) -> CachedRows:
         arrays = parsed(content)
         if json.loads(arrays.pop("digest").tobytes()) != _digest(arrays):
             raise _DamagedError("the checksum does not match")
-        said = json.loads(arrays["about"].tobytes())
-        if said["key"] != key or not Tally.is_sound(said["about"]):
-            raise _DamagedError("the cache was made for other data")
-        validation = _rows(arrays, "validation") if "validation.tokens" in arrays else None
-        return CachedRows(_rows(arrays, "train"), validation, said["about"])
-    except (SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
+        parts = [
+            TokenRows(
+                **{each: arrays[f"{name}.{each}"] for each in ("tokens", "learnt", "offsets")}
+            )
+            for name in ("train", "validation")
+            if f"{name}.tokens" in arrays
+        ]
+        about = json.loads(arrays["about"].tobytes())
+        return CachedRows(parts[0], parts[1] if len(parts) > 1 else None, about)
+    except (SafetensorError, ValueError, KeyError) as error:
         raise _DamagedError(type(error).__name__) from error
 
 
 def _path(folder: Path, key: str) -> Path:
     return folder / f"tokens-{key[:32]}.safetensors"
-
-
-def _arrays(name: str, rows: TokenRows) -> dict[str, NDArray[Any]]:
-    fields = {"tokens": rows.tokens, "learnt": rows.learnt, "offsets": rows.offsets}
-    return {f"{name}.{field}": array for field, array in fields.items()}
-
-
-def _rows(arrays: dict[str, NDArray[Any]], name: str) -> TokenRows:
-    tokens, learnt, offsets = (arrays[f"{name}.{each}"] for each in ("tokens", "learnt", "offsets"))
-    kinds = [array.dtype for array in (tokens, learnt, offsets)]
-    if kinds != [np.int32, np.bool_, np.int64] or not (
-        tokens.shape == learnt.shape == (offsets[-1],) and offsets[0] == 0 < np.diff(offsets).min()
-    ):
-        raise _DamagedError("the content is not token rows")
-    return TokenRows(tokens=tokens, learnt=learnt, offsets=offsets)
 
 
 def _as_array(value: object) -> NDArray[np.uint8]:
@@ -153,7 +144,7 @@ def _digest(arrays: dict[str, NDArray[Any]]) -> str:
 
 
 def _content(source: Source) -> str:
-    """Return a SHA-256 of what a source holds: the bytes of a file, the rows of the Hub."""
+    """Return a SHA-256 of the content of a source."""
     content = hashlib.sha256(source.name.encode() if source.file is None else b"")
     pieces = _bytes(source.file) if source.file is not None else map(_row_bytes, source.rows())
     for piece in pieces:

@@ -1,19 +1,110 @@
-"""Which columns of a row are what: known names first, and conversations of them."""
+"""Conversations from rows: known column formats and lists of messages."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from narrowcast.config.problems import shortened
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.data.conversation import Conversation, Turn
-from narrowcast.workloads.sft.data.messages import parse_turns
-from narrowcast.workloads.sft.data.rows import Row
 from narrowcast.workloads.sft.data.settings import Columns, FormatChoice
+from narrowcast.workloads.sft.data.sources import Row
+
+Role = Literal["system", "user", "assistant", "tool", "text"]
+"""`text` is plain text without a role."""
+
+
+class Turn(NamedTuple):
+    """One message."""
+
+    role: Role
+    text: str
+    context: str = ""
+    """Context of a question, which some templates render separately."""
+
+    @property
+    def whole(self) -> str:
+        return f"{self.text}\n\n{self.context}" if self.context else self.text
+
+
+class Conversation(NamedTuple):
+    """Turns in order, and their location in the data."""
+
+    turns: tuple[Turn, ...]
+    location: str
+
+    @property
+    def is_text(self) -> bool:
+        return self.turns[0].role == "text"
+
+
+ROLES: dict[str, Role] = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
+}  # fmt: skip
+"""Including the names of ShareGPT and others."""
+CALLS = ("tool_calls", "function_call")
+
+
+def parse_turns(messages: Any, location: str) -> tuple[Turn, ...]:
+    """Return the turns of a list of messages."""
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(
+            f"{location}: messages must be a list with at least one message, such as "
+            f'[{{"role": "user", "content": ...}}].'
+        )
+    turns = tuple(_turn(each, f"{location}, message {n}") for n, each in enumerate(messages, 1))
+    late = [turn for turn in turns[1:] if turn.role == "system"]
+    if late:
+        raise ConfigError(
+            f"{location}: a system message must be the first message. Move it to the front, or "
+            "remove it."
+        )
+    return turns
+
+
+def _turn(message: Any, position: str) -> Turn:
+    if not isinstance(message, dict):
+        raise ConfigError(f"{position} must be an object with a role and a content.")
+    keys = ("role", "content") if "role" in message else ("from", "value")
+    if any(message.get(key) for key in CALLS):
+        raise ConfigError(f"{position} has a tool call, which is not supported. Remove such rows.")
+    who, said = (message.get(key) for key in keys)
+    if not isinstance(who, str) or who.lower() not in ROLES:
+        raise ConfigError(
+            f"{position} must have role system, user, assistant or tool, got "
+            f"{shortened(repr(who))}."
+        )
+    return Turn(ROLES[who.lower()], _message_text(said, position))
+
+
+def _message_text(said: Any, location: str) -> str:
+    match said:
+        case None:
+            return ""
+        case str():
+            return said
+        case list():
+            return "".join(_part_text(part, location) for part in said)
+        case _:
+            raise ConfigError(f"{location}: the content must be text, got {type(said).__name__}.")
+
+
+def _part_text(part: Any, location: str) -> str:
+    match part:
+        case {"type": "text", "text": str() as text}:
+            return text
+        case _:
+            raise ConfigError(
+                f"{location}: every part of the content must be text. Other types are not "
+                "supported."
+            )
 
 
 class Format(NamedTuple):
-    """Which column is what; those that a row has beside them are left alone."""
+    """Column names by role."""
 
     name: str
     instruction: str = ""
@@ -25,7 +116,6 @@ class Format(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The columns it is known by."""
         return tuple(key for key in self[1:] if key)
 
 
@@ -48,15 +138,14 @@ FORMATS = (
     Format("conversations", messages="conversations"),
     Format("text", text="text"),
 )
-"""The first whose columns a row has is its format. Those of three columns come first, so that a
-context is not left out by one of two; those with `text` last, which often repeats the rest."""
+"""The first match wins: three columns before two, so that a context is not lost; `text` last."""
 
 INSTRUCTION_LIKE = ("instruct", "prompt", "question", "query", "problem", "user", "human", "input")
 RESPONSE_LIKE = ("respon", "answer", "output", "completion", "assistant", "reply", "solution")
 
 
 class Conversations:
-    """The rows of one source as conversations, and the format that was found."""
+    """Rows of one source as conversations."""
 
     def __init__(self, rows: Iterable[Row], choice: FormatChoice, columns: Columns) -> None:
         self._rows, self._choice, self._columns = rows, choice, columns
@@ -66,7 +155,7 @@ class Conversations:
         """Rows so far."""
 
     def __iter__(self) -> Iterator[Conversation]:
-        """Yield them; a row of another format than the first is refused."""
+        """Yield conversations; raise for a row with another format than the first."""
         for row in self._rows:
             self.count += 1
             if self.format is None:
@@ -107,12 +196,12 @@ class Conversations:
 
 
 def detected(keys: Collection[str]) -> Format | None:
-    """Return the first format whose columns are all there."""
+    """Return the first known format whose columns exist."""
     return next((each for each in FORMATS if all(key in keys for key in each.keys)), None)
 
 
 def inferred(keys: Collection[str], location: str) -> Format:
-    """Return the columns whose names look like an instruction and like a response."""
+    """Return the columns whose names resemble an instruction and a response."""
     response = _likest(keys, RESPONSE_LIKE)
     instruction = _likest([key for key in keys if key not in response], INSTRUCTION_LIKE)
     if len(response) != 1 or len(instruction) != 1:
@@ -125,7 +214,7 @@ def inferred(keys: Collection[str], location: str) -> Format:
 
 
 def _likest(keys: Collection[str], overrides: tuple[str, ...]) -> list[str]:
-    """Return the columns that hold the first of `words` that any of them holds."""
+    """Return the columns that contain the first matching word."""
     for word in overrides:
         if matches := [key for key in keys if word in key.lower()]:
             return matches
@@ -177,7 +266,7 @@ def _said(matches: list[str]) -> str:
 
 
 def _check_separator(row: Row) -> None:
-    """Refuse a table that was read as one column, because other signs than commas part its own."""
+    """Raise if a .csv was read as one column because of its separator."""
     (first, *others) = row.values
     sign = next((sign for sign in (";", "\t", "|") if sign in first), None)
     if not others and sign is not None:

@@ -1,9 +1,6 @@
-"""Several conversations in one row, each seeing only itself.
+"""Packed rows: several conversations per row, without attention between them.
 
-A row of a batch says where its conversations begin by positions that start again at 0; from these
-alone follow a mask for any attention, the arguments of attention over lengths, and what
-transformers itself makes of `position_ids`. What fills a row up is one more conversation, of which
-nothing is learnt.
+Positions restart at 0 with each conversation. Padding is one more conversation without a loss.
 """
 
 from bisect import bisect_left, insort
@@ -19,19 +16,16 @@ from torch import Tensor
 from narrowcast.workloads.sft.data.tokenised import TokenRows
 
 IGNORED = -100
-"""The label that torch's cross-entropy leaves out."""
+"""Label that cross-entropy ignores."""
 MULTIPLE = 8
-"""Widths of batches; products of 16-bit numbers are fast in full eights."""
+"""Widths are multiples of 8 for fast 16-bit matmuls."""
 
 Pack = tuple[int, ...]
-"""Rows that share one."""
+"""Numbers of the rows in one pack."""
 
 
 def packed(lengths: Sequence[int], capacity: int) -> list[Pack]:
-    """Put rows together, none of them cut: the longest first, each where least room is left.
-
-    Takes at most 11/9 of the fewest rows possible, and one more (best-fit decreasing).
-    """
+    """Pack rows by best-fit decreasing: at most 11/9 of the optimal number of rows, plus one."""
     packs: list[list[int]] = []
     by_room: defaultdict[int, list[int]] = defaultdict(list)
     rooms: list[int] = []  # those of some pack, ascending
@@ -59,31 +53,25 @@ def packed(lengths: Sequence[int], capacity: int) -> list[Pack]:
 
 
 def alone(rows: int) -> list[Pack]:
-    """Return every row by itself."""
+    """Return one pack per row."""
     return [(number,) for number in range(rows)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packs:
-    """Batches by number, of rows that were put together or left alone."""
+    """Batches by number, of packed or single rows."""
 
     rows: TokenRows
     packs: Sequence[Pack]
     padding: int
-    """Some token of the vocabulary."""
     width: int | None
-    """Tokens of every row of a batch; none: those of its longest, in full eights."""
+    """Tokens per row; None: as the longest row of the batch, rounded up to a multiple of 8."""
 
     def __len__(self) -> int:
         return len(self.packs)
 
     def __getitems__(self, numbers: list[int]) -> dict[str, Tensor]:
-        """Return a batch: `input_ids`, `labels` and `position_ids`, each (rows, width).
-
-        A label is the token at its own place, as transformers has it: the model's output at one
-        place is for the label at the next. The first of a conversation is never learnt, so that no
-        conversation is asked to go on as another.
-        """
+        """Return `input_ids`, `labels` (unshifted) and `position_ids`, each (rows, width)."""
         chosen = [[self.rows.row(row) for row in self.packs[number]] for number in numbers]
         widest = max(sum(len(tokens) for tokens, _ in pack) for pack in chosen)
         width = self.width or -(-widest // MULTIPLE) * MULTIPLE
@@ -103,30 +91,26 @@ class Packs:
 
     @property
     def efficiency(self) -> float:
-        """The share of a batch that is tokens of conversations, where every row has one width."""
+        """Share of non-padding tokens if all rows have the same width."""
         longest = self.width or int(self.rows.lengths.max(initial=1))
         return int(self.rows.offsets[-1]) / (max(len(self), 1) * longest)
 
 
 class Lengths(NamedTuple):
-    """What attention over lengths takes, of a batch laid end to end."""
+    """Arguments of variable-length attention for a flattened batch."""
 
     cu_seqlens: Tensor
-    """Where each conversation begins, and where the last one ends; int32."""
+    """Start of each conversation and end of the last, int32."""
     max_seqlen: int
-    """Tokens of the longest."""
 
 
 def document_ids(position_ids: Tensor) -> Tensor:
-    """Return which conversation of its row each token belongs to, counted from 0."""
+    """Return the index of each token's conversation in its row."""
     return (position_ids == 0).cumsum(-1) - 1  # (rows, width)
 
 
 def attention_mask(position_ids: Tensor, dtype: torch.dtype = torch.bool) -> Tensor:
-    """Return who sees whom, (rows, 1, width, width): those before in the same conversation.
-
-    True where it sees; of a float dtype, what is added to scores: 0, or the lowest number.
-    """
+    """Return the mask, (rows, 1, width, width): bool, or additive for a float dtype."""
     documents = document_ids(position_ids)
     width = position_ids.shape[-1]
     causal = torch.ones(width, width, dtype=torch.bool, device=position_ids.device).tril()
@@ -137,7 +121,7 @@ def attention_mask(position_ids: Tensor, dtype: torch.dtype = torch.bool) -> Ten
 
 
 def sequence_lengths(position_ids: Tensor) -> Lengths:
-    """Return where conversations begin in a batch laid end to end; waits for the device."""
+    """Return the bounds of the conversations in a flattened batch; synchronises."""
     flat = position_ids.reshape(-1)
     starts = (flat == 0).nonzero().reshape(-1).to(torch.int32)
     end = torch.tensor([flat.numel()], dtype=torch.int32, device=flat.device)

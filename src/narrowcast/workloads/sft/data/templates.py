@@ -1,19 +1,156 @@
-"""How a conversation is written: pieces of text, each to be learnt or only read."""
+"""How conversations become text, and which of it has a loss.
 
-from collections.abc import Callable, Iterator
+A chat template does not mark responses. So it is rendered with the turns before a response, and
+with the response; the difference is what the model learns.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from jinja2 import TemplateError
+
+from narrowcast.config.problems import shortened
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.data.chat import (
-    Piece,
-    chat_pieces,
-    chat_whole,
-    has_chat_template,
-    special_texts,
-)
-from narrowcast.workloads.sft.data.conversation import Conversation, Turn
+from narrowcast.workloads.sft.data.formats import Conversation, Turn
 from narrowcast.workloads.sft.data.settings import INSTRUCTION_TEMPLATE, TemplateChoice
+
+TODAY = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+"""Date for templates that write one (Llama's default), so that tokens do not change daily."""
+
+
+class Piece(NamedTuple):
+    """Text, and whether it has a loss."""
+
+    text: str
+    learnt: bool
+
+
+def chat_pieces(
+    conversation: Conversation, tokenizer: Any, specials: Collection[str]
+) -> Iterator[Piece]:
+    """Render with the tokenizer's chat template, with a loss on responses and their end tokens.
+
+    Unless the end token is the eos token, the last response is followed by an eos token with a
+    loss: an adapter is generated with the settings of its base, which may stop only there.
+    """
+    messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
+    rendered = _Rendered(tokenizer, messages, conversation.location)
+    done, last, eos = 0, len(conversation.turns) - 1, str(tokenizer.eos_token)
+    for number, turn in enumerate(conversation.turns):
+        if turn.role == "assistant":
+            start, after, stop = rendered.response(number)
+            tail = rendered.full[after:stop]
+            ends = [tail.index(each) + len(each) for each in specials if each in tail]
+            if not ends and not rendered.is_stable(number):
+                raise rendered.unstable(number)
+            stop = after + min(ends) if ends else stop
+            if number == last and not rendered.full[:stop].endswith(eos):
+                stop = len(rendered.full)
+            yield Piece(rendered.full[done:start], False)
+            yield Piece(rendered.full[start:stop], True)
+            done = stop
+    yield Piece(rendered.full[done:], False)
+    if not rendered.full[:done].rstrip().endswith(eos):
+        yield Piece(eos, True)
+
+
+def chat_whole(conversation: Conversation, tokenizer: Any) -> Iterator[Piece]:
+    """Render with the tokenizer's chat template, with a loss on everything."""
+    messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
+    full = _Rendered(tokenizer, messages, conversation.location).full
+    yield Piece(full, True)
+    if not full.rstrip().endswith(tokenizer.eos_token):
+        yield Piece(tokenizer.eos_token, True)
+
+
+def special_texts(tokenizer: Any) -> frozenset[str]:
+    """Return the texts of special tokens."""
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return frozenset(filter(None, (*tokenizer.all_special_tokens, *added)))
+
+
+class _Rendered:
+    """A conversation rendered in full and up to each turn."""
+
+    def __init__(self, tokenizer: Any, messages: list[dict[str, str]], location: str) -> None:
+        self._tokenizer, self._messages, self._location = tokenizer, messages, location
+        self._through: dict[int, str] = {}
+        self.full = self._render(len(messages))
+        self._check_nothing_is_left_out()
+
+    def response(self, number: int) -> tuple[int, int, int]:
+        """Return where a response starts, where its text ends, and where its turn ends."""
+        prompt, bare = self._render(number, requested=True), self._render(number)
+        terms = self._messages[number]["content"].strip()
+        stop = _same(self.through(number), self.full)
+        start = len(prompt)
+        turn = self.full[start:stop]
+        if not self.full.startswith(prompt) or terms not in turn:
+            raise self.unstable(number)
+        at = turn.index(terms) if turn.lstrip().startswith(terms) else turn.rindex(terms)
+        if prompt == bare:
+            # It has no words to ask for an answer with, so they are in the turn.
+            start, turn, at = start + at, turn[at:], 0
+        return start, start + at + len(terms), stop
+
+    def through(self, number: int) -> str:
+        """Return the text up to and including a turn."""
+        if number == len(self._messages) - 1:
+            return self.full
+        if number not in self._through:
+            self._through[number] = self._render(number + 1)
+        return self._through[number]
+
+    def is_stable(self, number: int) -> bool:
+        """Return whether later turns leave the rendering of this one unchanged."""
+        return self.full.startswith(self.through(number))
+
+    def unstable(self, number: int) -> ConfigError:
+        return ConfigError(
+            f"{self._location}, turn {number + 1}: the tokenizer's chat template renders this "
+            "response differently when other turns follow, so its tokens cannot be located. Write "
+            "data.template_format=chatml, or data.loss_on=all."
+        )
+
+    def _check_nothing_is_left_out(self) -> None:
+        """Raise if a message is missing from the text; templates strip text and may write JSON."""
+        for message in self._messages:
+            text = message["content"].strip()
+            forms = (text, json.dumps(text, ensure_ascii=False)[1:-1])
+            if message["role"] != "assistant" and not any(form in self.full for form in forms):
+                raise ConfigError(
+                    f"{self._location}: the tokenizer's chat template leaves the {message['role']} "
+                    f"message out, got {shortened(text)!r}. Write data.template_format=chatml, or "
+                    "remove the message from the row."
+                )
+
+    def _render(self, count: int, *, requested: bool = False) -> str:
+        try:
+            template = self._tokenizer.get_chat_template()
+            text = self._tokenizer.apply_chat_template(
+                self._messages[:count],
+                chat_template=TODAY + template if "strftime_now" in template else template,
+                tokenize=False,
+                add_generation_prompt=requested,
+            )
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._location}: the tokenizer's chat template fails: "
+                f"{shortened(str(error), 300)}. Fix the row or the template, or write "
+                "data.template_format=chatml."
+            ) from error
+        return str(text)
+
+
+def _same(one: str, other: str) -> int:
+    """Return the length of the common prefix."""
+    if other.startswith(one):
+        return len(one)
+    differing = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))
+
 
 ALPACA = "Below is an instruction that describes a task"
 ALPACA_PAIRED = ", paired with an input that provides further context"
@@ -26,28 +163,26 @@ class Written(NamedTuple):
 
     pieces: tuple[Piece, ...]
     bare: bool
-    """It begins as any text does, so that the tokenizer puts its first token before it; a chat
-    template writes that itself."""
+    """Whether the tokenizer's first tokens are added; chat templates write them."""
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "".join(piece.text for piece in self.pieces)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A way to write conversations, for one tokenizer."""
+    """Renders conversations for one tokenizer."""
 
     name: str
     identity: str
-    """All that its texts depend on beside the tokenizer."""
+    """Everything the text depends on besides the tokenizer."""
     tokenizer: Any
     write: Callable[[Conversation], Iterator[Piece]]
     all_learnt: bool
 
     def written(self, conversation: Conversation) -> Written:
-        """Write a conversation; a text is learnt as it stands, and its end with it."""
+        """Render a conversation; plain text has a loss on everything."""
         if conversation.is_text:
             pieces = iter([Piece(conversation.turns[0].text + self.tokenizer.eos_token, True)])
         else:
@@ -63,9 +198,9 @@ def select_template(
     instruction_template: str = INSTRUCTION_TEMPLATE,
     loss_on: Literal["response", "all"] = "response",
 ) -> Template:
-    """Return the template that is asked for, or the one that suits the tokenizer."""
+    """Return the requested template, or the default for the tokenizer."""
     require_end(tokenizer)
-    chat = has_chat_template(tokenizer)
+    chat = bool(tokenizer.chat_template)
     name = choice if choice != "auto" else "chat" if chat else "basic"
     if name == "chat" and not chat:
         raise ConfigError(
@@ -95,7 +230,7 @@ def select_template(
 
 
 def require_end(tokenizer: Any) -> None:
-    """Refuse a tokenizer that has no token to end a text with."""
+    """Raise if the tokenizer has no usable eos token."""
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             "The tokenizer has no eos token, so the model cannot learn where a response ends. Set "
@@ -141,7 +276,7 @@ def _basic(conversation: Conversation, template: str, end: str) -> Iterator[Piec
 
 
 def _paired(conversation: Conversation, name: str) -> tuple[str, list[tuple[Turn, Turn]]]:
-    """Return the system's text and questions with their answers, for templates of pairs."""
+    """Return the system message and pairs of question and answer."""
     first, *others = conversation.turns
     turns = others if first.role == "system" else [first, *others]
     roles = [turn.role for turn in turns]

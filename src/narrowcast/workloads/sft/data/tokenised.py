@@ -1,8 +1,9 @@
-"""Conversations as tokens, each of them marked whether it is learnt; all rows in flat arrays."""
+"""Conversations as rows of tokens with a loss mask, in flat arrays."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -10,34 +11,108 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowcast.errors import ConfigError, UnsupportedError
-from narrowcast.training.checkpoints.data_identity import fingerprint
-from narrowcast.workloads.sft.data.chat import special_texts
-from narrowcast.workloads.sft.data.conversation import Conversation
-from narrowcast.workloads.sft.data.report import Tally
+from narrowcast.workloads.sft.data.formats import Conversation
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.data.templates import Template, Written
+from narrowcast.workloads.sft.data.templates import Template, Written, special_texts
+
+EMPTY = "no response"
+LONG_RESPONSE = "response longer than response_max_length"
+LONG_INSTRUCTION = "instruction longer than instruction_max_length"
+
+
+@dataclass
+class Tally:
+    """Counts of what happened to rows."""
+
+    formats: set[str] = field(default_factory=set)
+    rows_read: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    cut: int = 0
+    with_signs: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "formats": sorted(self.formats), "dropped": dict(self.dropped)}
+
+
+def filter_rows(
+    conversations: Iterable[Conversation], data: SftData, tally: Tally
+) -> Iterator[Conversation]:
+    """Yield usable conversations; count the others, or raise for the first."""
+    for conversation in conversations:
+        require_characters(conversation)
+        if wrong := _unanswered(conversation):
+            if data.empty_response == "refuse":
+                raise ConfigError(
+                    f"{conversation.location}: {wrong}. Fix the row, or write "
+                    "data.empty_response=drop to drop such rows."
+                )
+            tally.dropped[EMPTY] += 1
+        elif why := _too_wordy(conversation, data):
+            tally.dropped[why] += 1
+        else:
+            yield conversation
+
+
+def _unanswered(conversation: Conversation) -> str:
+    """Return why there is nothing to learn, or an empty string."""
+    if conversation.is_text:
+        return "" if conversation.turns[0].text.strip() else "the text is empty"
+    answers = [turn for turn in conversation.turns if turn.role == "assistant"]
+    if not answers:
+        return "there is no assistant message"
+    if not all(turn.text.strip() for turn in answers):
+        return "the response is empty"
+    return (
+        ""
+        if conversation.turns[-1].role == "assistant"
+        else "the last turn is not from the assistant"
+    )
+
+
+def _too_wordy(conversation: Conversation, data: SftData) -> str:
+    limits = {
+        "assistant": (data.response_max_length, LONG_RESPONSE),
+        "user": (data.instruction_max_length, LONG_INSTRUCTION),
+    }
+    for turn in conversation.turns:
+        most, why = limits.get(turn.role, (None, ""))
+        if most is not None and len(turn.whole) > most:
+            return why
+    return ""
+
+
+def require_characters(conversation: Conversation) -> None:
+    """Raise for lone surrogates, which JSON allows but text does not."""
+    for turn in conversation.turns:
+        try:
+            turn.whole.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{conversation.location}: the {turn.role} message has a lone surrogate at "
+                f"character {error.start}. Fix the text of the row."
+            ) from error
+
 
 Tokens = NDArray[np.int32]
 Learnt = NDArray[np.bool_]
 TOGETHER = 512
-"""Conversations that the tokenizer is given at once, enough for its threads."""
+"""Conversations per call of the tokenizer, enough for its threads."""
 TOO_LONG = "more tokens than max_seq_length"
 NOTHING_LEFT = "no response within max_seq_length"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenRows:
-    """Rows of tokens, one after another."""
+    """Token rows in flat arrays."""
 
     tokens: Tokens
     learnt: Learnt
-    """Whether a token is to be predicted; never the first of a row, which nothing comes before."""
+    """Whether a token has a loss; never the first of a row."""
     offsets: NDArray[np.int64]
-    """Where each row begins, and where the last one ends."""
+    """Start of each row and end of the last."""
 
     @classmethod
     def joined(cls, rows: Sequence[tuple[Tokens, Learnt]]) -> "TokenRows":
-        """Lay rows end to end."""
         lengths = [len(tokens) for tokens, _ in rows]
         empty: tuple[Tokens, Learnt] = (np.empty(0, np.int32), np.empty(0, np.bool_))
         return cls(
@@ -50,38 +125,35 @@ class TokenRows:
         return len(self.offsets) - 1
 
     def row(self, number: int) -> tuple[Tokens, Learnt]:
-        """Return the tokens of a row and which of them are learnt."""
+        """Return the tokens and the loss mask of a row."""
         span = slice(int(self.offsets[number]), int(self.offsets[number + 1]))
         return self.tokens[span], self.learnt[span]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row."""
         return np.diff(self.offsets)
 
     def taken(self, numbers: Iterable[int]) -> "TokenRows":
-        """Return some of the rows, in the order they are named."""
+        """Return the given rows."""
         return TokenRows.joined([self.row(number) for number in numbers])
 
-    def digest(self) -> str:
-        """Return a text that is another one for other tokens, rows or marks."""
-        return fingerprint(self.tokens, self.learnt, self.offsets)
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return {"tokens": self.tokens, "learnt": self.learnt, "offsets": self.offsets}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Makes tokens of conversations as a recipe asks."""
+    """Tokenises conversations."""
 
     template: Template
     data: SftData
     first: tuple[int, ...]
     """Tokens that the tokenizer puts before any text."""
     signs: re.Pattern[str]
-    """Finds the texts of special tokens."""
+    """Matches the texts of special tokens."""
 
     @classmethod
     def of(cls, template: Template, data: SftData) -> "Encoder":
-        """Look at the tokenizer; one that cannot say where its tokens are or end is refused."""
         tokenizer = template.tokenizer
         if not tokenizer.is_fast:
             raise UnsupportedError(
@@ -94,7 +166,7 @@ class Encoder:
     def rows(
         self, conversations: Iterable[Conversation], tally: Tally
     ) -> Iterator[tuple[Tokens, Learnt]]:
-        """Yield a row for each conversation that fits, or as far as it does; count the others."""
+        """Yield one row per conversation that fits or can be cut; count the others."""
         waiting = iter(conversations)
         while some := list(islice(waiting, TOGETHER)):
             written = [self.template.written(each) for each in some]
@@ -146,10 +218,7 @@ class Encoder:
 
 
 def learnt_tokens(written: Written, spans: NDArray[np.int64]) -> Learnt:
-    """Say which tokens hold a character that is learnt; `spans` are where each begins and ends.
-
-    A token that straddles the edge of a response is learnt: else a part of the response were not.
-    """
+    """Return which tokens contain a character with a loss, given the span of each token."""
     pieces = written.pieces
     marks = np.repeat([piece.learnt for piece in pieces], [len(piece.text) for piece in pieces])
     if not len(spans) or not len(marks):
@@ -165,13 +234,13 @@ def learnt_tokens(written: Written, spans: NDArray[np.int64]) -> Learnt:
 
 
 def padding_token(tokenizer: Any) -> int:
-    """Return a token to fill rows with; any will do, as what is filled is never looked at."""
+    """Return a padding token; any works, because padding has no loss."""
     own = tokenizer.pad_token_id
     return int(tokenizer.eos_token_id if own is None else own)
 
 
 def first_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """Return what the tokenizer puts before any text, such as a token for its beginning."""
+    """Return the tokens that the tokenizer puts before any text."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     for start in range(len(whole) - len(plain) + 1):

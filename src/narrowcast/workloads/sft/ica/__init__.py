@@ -1,25 +1,20 @@
-"""Functional networks of language models: found by independent components, masked, frozen.
+"""Functional networks of language models: find, mask, freeze and test them.
 
-`functional_networks(model, batches)` finds them; `Masks` silences, keeps or amplifies their
-channels; `Freeze` keeps their weights from moving; `ablate` says whether they matter. Needs torch
-and numpy, and any model that is built like those of transformers. Names are imported when first
-used: the settings of a recipe and a report need neither.
+Names are imported on first use: recipe settings and reports need neither torch nor numpy.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from narrowcast.workloads.sft.ica.capture import ModelSignals as ModelSignals
-    from narrowcast.workloads.sft.ica.components import Components as Components
     from narrowcast.workloads.sft.ica.entry import ICAMask as ICAMask
+    from narrowcast.workloads.sft.ica.entry import ModelSignals as ModelSignals
     from narrowcast.workloads.sft.ica.entry import check_fit as check_fit
     from narrowcast.workloads.sft.ica.entry import functional_networks as functional_networks
     from narrowcast.workloads.sft.ica.entry import networks_from as networks_from
-    from narrowcast.workloads.sft.ica.findings import Finding as Finding
     from narrowcast.workloads.sft.ica.freeze import Freeze as Freeze
     from narrowcast.workloads.sft.ica.ica import ICA as ICA
-    from narrowcast.workloads.sft.ica.layer_spec import parse_layers as parse_layers
+    from narrowcast.workloads.sft.ica.ica import Components as Components
     from narrowcast.workloads.sft.ica.masks import Masks as Masks
     from narrowcast.workloads.sft.ica.masks import lesioned as lesioned
     from narrowcast.workloads.sft.ica.masks import preserved as preserved
@@ -31,6 +26,7 @@ if TYPE_CHECKING:
     from narrowcast.workloads.sft.ica.networks import Match as Match
     from narrowcast.workloads.sft.ica.networks import Provenance as Provenance
     from narrowcast.workloads.sft.ica.networks import Score as Score
+    from narrowcast.workloads.sft.ica.networks import parse_layers as parse_layers
     from narrowcast.workloads.sft.ica.networks_file import load_networks as load_networks
     from narrowcast.workloads.sft.ica.networks_file import save_networks as save_networks
     from narrowcast.workloads.sft.ica.selection import Percentile as Percentile
@@ -39,6 +35,7 @@ if TYPE_CHECKING:
     from narrowcast.workloads.sft.ica.selection import ZScore as ZScore
     from narrowcast.workloads.sft.ica.signals import ArraySignals as ArraySignals
     from narrowcast.workloads.sft.ica.signals import FileSignals as FileSignals
+    from narrowcast.workloads.sft.ica.signals import Finding as Finding
     from narrowcast.workloads.sft.ica.signals import Signals as Signals
     from narrowcast.workloads.sft.ica.signals import StoredSignals as StoredSignals
     from narrowcast.workloads.sft.ica.study.ablate import ablate as ablate
@@ -79,7 +76,7 @@ _HOMES = {
     "save_networks": "networks_file",
     "scaled": "masks",
 }
-"""Every public name, and the module it lives in."""
+"""Public names by module."""
 
 __all__ = [*_HOMES]
 

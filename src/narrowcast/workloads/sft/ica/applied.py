@@ -1,9 +1,7 @@
-"""Networks in a run: looked for when it begins, in force while it trains, kept in its checkpoints.
+"""Functional networks in a run.
 
-A task is built for a plan, for a run and for its continuation, and does not know for which. So
-what is built here only listens for the run to begin: then the networks are looked for, once, in the
-model as it is. A checkpoint holds them; a run that is resumed has them from there and looks for
-nothing. What can be refused is refused when the task is built.
+A task is built for plans, runs and resumed runs alike. So networks are found when the first step is
+about to run, and a resumed run loads them from its checkpoint. Checks run when the task is built.
 """
 
 import contextlib
@@ -23,48 +21,39 @@ from narrowcast.workloads.sft.ica.blocks import Blocks, find_blocks
 from narrowcast.workloads.sft.ica.entry import functional_networks
 from narrowcast.workloads.sft.ica.freeze import Freeze
 from narrowcast.workloads.sft.ica.ica import ICA
-from narrowcast.workloads.sft.ica.layer_spec import parse_layers
 from narrowcast.workloads.sft.ica.masks import Masks
-from narrowcast.workloads.sft.ica.networks import Channels, FunctionalNetworks, Provenance, Site
+from narrowcast.workloads.sft.ica.networks import (
+    Channels,
+    FunctionalNetworks,
+    Provenance,
+    Site,
+    parse_layers,
+)
 from narrowcast.workloads.sft.ica.networks_file import (
     load_networks,
     networks_from_json,
     networks_to_json,
     save_networks,
 )
-from narrowcast.workloads.sft.ica.report_section import MASKED, NETWORKS
+from narrowcast.workloads.sft.ica.page import MASKED, NETWORKS
 from narrowcast.workloads.sft.ica.selection import Percentile, Selector, TopK, ZScore
 from narrowcast.workloads.sft.ica.settings import IcaSection
 
 
-def apply_networks(
-    model: nn.Module,
-    section: IcaSection,
-    batches: Iterable[Mapping[str, Tensor]],
-    *,
-    seed: int,
-    provenance: Provenance = Provenance(),  # noqa: B008  # frozen
-) -> "Applied | None":
-    """Make ready what a recipe asks for; nothing where it asks for nothing.
-
-    `batches` is what the search listens to, `section.samples` rows of the training data; it is gone
-    through when a run begins. Call it after adapters are put around the model.
-    """
-    return Applied(model, section, batches, seed, provenance) if section.wanted else None
-
-
 @final
 class Applied:
-    """Networks of a model in a run. The task takes `hook`, and calls `write` at its end."""
+    """Networks of a model in a run: the task adds `hook` and calls `write` at the end."""
 
     def __init__(
         self,
         model: nn.Module,
         section: IcaSection,
         batches: Iterable[Mapping[str, Tensor]],
+        *,
         seed: int,
-        provenance: Provenance,
+        provenance: Provenance = Provenance(),  # noqa: B008  # frozen
     ) -> None:
+        """Check the section; `batches`, training rows, are read when the run starts."""
         self._model, self._section, self._batches = model, section, batches
         self._seed, self._provenance = seed, provenance
         self._blocks = find_blocks(model)
@@ -80,12 +69,10 @@ class Applied:
 
     @property
     def site(self) -> Site:
-        """Where the channels are."""
         return self._section.site if self._template is None else self._template.layout.site
 
     @property
     def hook(self) -> Hook:
-        """What the task carries."""
         return Hook(
             name="functional networks",
             before_first_step=self._begin,
@@ -97,11 +84,10 @@ class Applied:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What the search noticed; nothing before the run begins."""
         return () if self.networks is None else self.networks.provenance.findings
 
     def notices(self) -> list[str]:
-        """Return how many channels the networks have, and what the search noticed."""
+        """Return the number of channels and the findings."""
         if self.networks is None:
             return []
         count = sum(map(len, self._channels().values()))
@@ -115,7 +101,7 @@ class Applied:
         return f"networks of component{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
 
     def lines(self) -> list[str]:
-        """Say what will be in force once the run has begun."""
+        """Return notes on what the run will do."""
         section = self._section
         where = "found when the run starts"
         if self._template is not None:
@@ -134,7 +120,7 @@ class Applied:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Let every channel be as it is inside the block."""
+        """Disable the masks inside the block."""
         if self.masks is None:
             yield
             return
@@ -147,7 +133,7 @@ class Applied:
     def write(
         self, folder: Path, evaluate: Callable[[], Mapping[str, float]] | None = None
     ) -> None:
-        """Write the networks, and what is measured with masks and without, to the run folder."""
+        """Write the networks, and metrics with and without masks, to the run folder."""
         assert self.networks is not None
         save_networks(self.networks, folder / NETWORKS)
         if self.masks is None or evaluate is None:
@@ -231,7 +217,7 @@ class Applied:
 
 
 def make_selector(section: IcaSection) -> Selector:
-    """Return how a recipe selects channels."""
+    """Return the selector of a recipe."""
     if section.ica_zscore is not None:
         return ZScore(section.ica_zscore, two_sided=section.ica_two_sided)
     if section.ica_top_k is not None:
@@ -240,7 +226,7 @@ def make_selector(section: IcaSection) -> Selector:
 
 
 def _template(section: IcaSection, blocks: Blocks) -> FunctionalNetworks | None:
-    """Read the networks that a recipe names, and see that its components will be there."""
+    """Load the networks file of a recipe and check that its components exist."""
     ids = section.component_ids
     if section.ica_template_path is None:
         layers = len(parse_layers(section.ica_mask_layers, blocks.depth))
@@ -266,10 +252,7 @@ def _only(channels: Channels, layers: Iterable[int]) -> dict[int, tuple[int, ...
 
 
 def sampled(data: Any, count: int, *, seed: int) -> list[dict[str, Tensor]]:
-    """Return rows of training data, drawn by the seed, as a search listens to them: one by one.
-
-    `data` is a `Packs` of `narrowcast.workloads.sft.data`; nothing fills these rows up.
-    """
+    """Return rows of `Packs` drawn by the seed, one per batch and without padding."""
     rows = data.rows
     generator = torch.Generator().manual_seed(seed)
     drawn = sorted(torch.randperm(len(rows), generator=generator)[:count].tolist())

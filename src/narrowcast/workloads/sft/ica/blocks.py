@@ -1,8 +1,7 @@
-"""The blocks of a language model and their MLPs, found by what they are made of.
+"""The blocks of a language model and their MLPs, recognised by structure.
 
-A model is a list of blocks of one class. A block has one child, beside attention, that begins with
-a projection from the width of the model and ends with one back to it: the MLP. Names do not matter
-(`transformer.h`, `model.layers`, `gpt_neox.layers`), nor what is wrapped around (peft, compile).
+A block has one child besides attention that starts with a projection from the model's width and
+ends with one back to it: the MLP. Names and wrappers (peft, compile) do not matter.
 """
 
 import contextlib
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 from narrowcast.training.evaluation import in_eval_mode
-from narrowcast.workloads.sft.ica.arguments import check_type
-from narrowcast.workloads.sft.ica.networks import Site
+from narrowcast.workloads.sft.ica.networks import Site, check_type
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -26,59 +24,55 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 @final
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """A linear layer: torch's, GPT-2's with its weight turned round, or one with an adapter."""
+    """A linear layer: torch's, GPT-2's Conv1D, or one with an adapter."""
 
     module: nn.Module
-    """What is called."""
     plain: nn.Module
-    """What has the weight: the module, or what an adapter is wrapped around."""
+    """The module that has the weight, inside any adapter."""
     inputs: int
     outputs: int
     turned: bool
-    """Whether the weight is (inputs, outputs), as GPT-2's Conv1D has it."""
+    """Whether the weight is (inputs, outputs), as in Conv1D."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One layer of the model, as far as networks are concerned."""
+    """One block of the model."""
 
     mlp: nn.Module
     ups: tuple[Projection, ...]
-    """Up, and a gate, if there is one; both in one where its outputs are twice as many."""
+    """Up and gate, which may be one projection of twice the width."""
     down: Projection
     adds_residual: bool = False
-    """Whether the MLP returns more than what its down projection does, as in Bloom and MPT, which
-    add the residual stream inside."""
+    """Whether the MLP adds the residual stream, as in Bloom and MPT."""
 
     @property
     def output(self) -> nn.Module:
-        """The module whose output is that of the MLP, before anything is added to it."""
+        """The module whose output is that of the MLP without the residual."""
         return self.down.module if self.adds_residual else self.mlp
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """The layers of a model."""
+    """The blocks of a model."""
 
     name: str
-    """Where they are in the model."""
     blocks: tuple[Block, ...]
 
     @property
     def depth(self) -> int:
-        """How many there are."""
         return len(self.blocks)
 
     def width(self, site: Site) -> int:
-        """Return how many channels a layer has."""
+        """Return the number of channels per layer."""
         down = self.blocks[0].down
         return down.outputs if site == "mlp_output" else down.inputs
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """Return the blocks of a model; a model without a clear answer is refused."""
+    """Return the blocks of a model, or raise."""
     check_type("model", model, nn.Module, "a torch.nn.Module")
     matches: list[Blocks] = []
     for name, module in model.named_modules():
@@ -107,7 +101,7 @@ def find_blocks(model: nn.Module) -> Blocks:
 
 
 def _tried(blocks: Blocks) -> Blocks:
-    """Find out whether the MLPs add a residual: with a down projection of zeros, is it zero?"""
+    """Detect whether the MLPs add a residual."""
     adding: dict[type, bool] = {}
     for block in blocks.blocks:
         kind = type(block.mlp)
@@ -119,7 +113,7 @@ def _tried(blocks: Blocks) -> Blocks:
 
 @torch.no_grad()
 def _adds_residual(block: Block) -> bool:
-    """Call an MLP whose projections are replaced by constants; no product is computed."""
+    """Call an MLP with constant projections and zero down projection; no matmul runs."""
     parameters = inspect.signature(block.mlp.forward).parameters.values()
     required = [p for p in parameters if p.kind in _POSITIONAL and p.default is p.empty]
     token = _like_parameters_between(block).new_full((1, 1, block.down.outputs), 0.5)
@@ -147,10 +141,7 @@ def _adds_residual(block: Block) -> bool:
 
 
 def _like_parameters_between(block: Block) -> Tensor:
-    """Return a parameter of the MLP that is in no projection; a tensor on the CPU if it has none.
-
-    Nothing else has a say in where the trial runs: a model on the meta device can be tried, too.
-    """
+    """Return a parameter of the MLP outside its projections, else a CPU tensor."""
     projections = {p for each in (*block.ups, block.down) for p in each.module.parameters()}
     between = (p for p in block.mlp.parameters() if p not in projections and p.is_floating_point())
     return next(between, torch.empty(0, device="cpu"))
@@ -158,7 +149,7 @@ def _like_parameters_between(block: Block) -> Tensor:
 
 @contextlib.contextmanager
 def _replaced(projection: Projection, constant: Tensor, called: list[Projection]) -> Iterator[None]:
-    """Let a projection return a constant inside the block."""
+    """Make a projection return a constant inside the block."""
     module = projection.module
 
     def forward(*_args: Any, **_more: Any) -> Tensor:
@@ -183,7 +174,7 @@ def _is_adapted(model: nn.Module) -> bool:
 
 
 def as_projection(module: nn.Module) -> Projection | None:
-    """Return a module as a projection, if it is one."""
+    """Return a module as a projection, or None."""
     plain = module
     while isinstance(inner := plain._modules.get("base_layer"), nn.Module):
         plain = inner
@@ -199,7 +190,7 @@ def as_projection(module: nn.Module) -> Projection | None:
 
 
 def _shape_turned(module: nn.Module) -> tuple[int, int] | None:
-    """Return the inputs and outputs of a layer whose weight is (inputs, outputs)."""
+    """Return inputs and outputs of a layer whose weight is (inputs, outputs)."""
     if isinstance(module, QuantizedFrozenLayer):
         outputs, inputs = module.weight_e4m3.shape
         return inputs, outputs
@@ -208,7 +199,7 @@ def _shape_turned(module: nn.Module) -> tuple[int, int] | None:
 
 
 def iter_adapters(projection: Projection) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Yield the name and both factors, A (rank, inputs) and B (outputs, rank), of each LoRA."""
+    """Yield name, A (rank, inputs) and B (outputs, rank) of each LoRA adapter."""
     firsts = projection.module._modules.get("lora_A")
     seconds = projection.module._modules.get("lora_B")
     if isinstance(firsts, nn.ModuleDict) and isinstance(seconds, nn.ModuleDict):
@@ -231,7 +222,7 @@ def _is_attention(name: str, module: nn.Module) -> bool:
 
 
 def _as_mlp(module: nn.Module) -> Block | None:
-    """Return a module as the MLP of a block, or none if it is not one."""
+    """Return a module as the MLP of a block, or None."""
     if as_projection(module) is not None or isinstance(module, nn.ModuleList):
         return None
     projections = list(_projections(module))

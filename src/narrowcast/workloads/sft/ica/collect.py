@@ -1,25 +1,58 @@
-"""Signals stored in the dtype that was asked for, or in a wider one where that cannot hold them."""
+"""Signals stored in the requested dtype, or clipped to percentiles.
+
+Whitening is second order: a row with 1,000 times larger values has a million times the weight.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import final
+from math import floor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowcast.workloads.sft.ica.dtypes import NARROW, Storage, dtype_name
-from narrowcast.workloads.sft.ica.findings import Finding
-from narrowcast.workloads.sft.ica.signals import Signals, StoredSignals, chunk_rows
-from narrowcast.workloads.sft.ica.statistics import ChannelStatistics, RunningStatistics
+from narrowcast.workloads.sft.ica.signals import (
+    NARROW,
+    Finding,
+    Kind,
+    MappedSignals,
+    RunningStatistics,
+    Signals,
+    Storage,
+    StoredSignals,
+    check_finite,
+    chunk_rows,
+    dtype_name,
+    working_dtype,
+)
 
 COARSE_SHARE = 0.01
-"""Channels that a dtype may be too coarse for: half of the 2 % that a network selects."""
+"""Share of channels a dtype may be too coarse for: half of the 2 % in a network."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Collected:
-    """Signals in memory, and how they came to be what they are."""
+def clip_signals(source: Signals, percentile: float) -> Signals:
+    """Clip channels to exact percentiles, interpolated as in numpy, in two passes."""
+    rows = sum(map(len, source))
+    position = (rows - 1) * percentile / 100
+    count = rows - floor(position)
+    extremes: Tensor | None = None  # (2, channels, count): the largest of x, and of -x
+    first_row = 0
+    for chunk in source:
+        values = chunk.T.to(working_dtype(chunk.dtype))
+        both = torch.stack([values, -values])
+        both = both if extremes is None else torch.cat([extremes, both], -1)
+        extremes = both.topk(min(count, both.shape[-1]), -1).values
+        if not bool(extremes[..., 0].isfinite().all()):
+            check_finite(chunk, first_row=first_row)
+        first_row += len(chunk)
+    if extremes is None:
+        return source
+    inner, outer = extremes[..., -1], extremes[..., max(-2, -extremes.shape[-1])]
+    high, low = torch.lerp(inner, outer, position - floor(position))
+    return MappedSignals(source, lambda chunk: chunk.clamp(-low.to(chunk), high.to(chunk)))
+
+
+class Collected(NamedTuple):
+    """Stored signals and their findings."""
 
     signals: StoredSignals
     dtype: torch.dtype
@@ -27,21 +60,16 @@ class Collected:
 
 
 class _TooNarrowError(Exception):
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(str(finding))
-        self.finding = finding
+    """The dtype cannot represent the signals; its argument is the finding."""
 
 
 def collect(source: Signals, storage: Storage) -> Collected:
-    """Go through a source once and store it; once more, in float32, where the dtype fails it."""
-    findings = storage.findings
+    """Store a source in one pass; in float32 in a second pass if the dtype is too narrow."""
     try:
-        stored = _stored(source, storage.dtype)
-        return Collected(signals=stored, dtype=storage.dtype, findings=findings)
-    except _TooNarrowError as trouble:
-        findings = (*findings, trouble.finding)
-    stored = _stored(source, torch.float32)
-    return Collected(signals=stored, dtype=torch.float32, findings=findings)
+        return Collected(_stored(source, storage.dtype), storage.dtype, storage.findings)
+    except _TooNarrowError as error:
+        findings = (*storage.findings, error.args[0])
+    return Collected(_stored(source, torch.float32), torch.float32, findings)
 
 
 def _stored(source: Signals, dtype: torch.dtype) -> StoredSignals:
@@ -50,26 +78,40 @@ def _stored(source: Signals, dtype: torch.dtype) -> StoredSignals:
     statistics = running.result()
     # What came in no finer digits loses none.
     if torch.finfo(dtype).eps > torch.finfo(running.dtype).eps:
-        _check_resolution(statistics, dtype)
+        coarse = statistics.coarse_in(dtype)
+        if float(coarse.double().mean()) > COARSE_SHARE:
+            what = (
+                f"{int(coarse.sum())} of {coarse.numel()} channels spread over less than three "
+                f"spacings of {dtype_name(dtype)} around their mean"
+            )
+            raise _too_narrow("coarse", what)
     return StoredSignals(chunks, source.channels)
 
 
 def _looked_at(source: Signals, dtype: torch.dtype, running: RunningStatistics) -> Iterator[Tensor]:
-    """Yield chunks that are finite, in `dtype` too."""
+    """Yield chunks, checked to be finite in `dtype`."""
+    limit = torch.finfo(dtype).max
     for chunk in source:
         running.add(chunk)
         if dtype in NARROW and dtype != chunk.dtype and len(chunk):
             lowest, highest = torch.aminmax(chunk)
-            if max(-float(lowest), float(highest)) > torch.finfo(dtype).max:
-                raise _TooNarrowError(_overflow(chunk, dtype))
+            if max(-float(lowest), float(highest)) > limit:
+                sizes = chunk.float().abs()
+                what = (
+                    f"{int((sizes > limit).sum())} signals of a chunk, up to "
+                    f"{float(sizes.max()):.4g}, overflow {dtype_name(dtype)}, whose largest value "
+                    f"is {limit:.4g}"
+                )
+                raise _too_narrow("overflow", what)
         yield chunk
 
 
-def _blocks(chunks: Iterator[Tensor], dtype: torch.dtype, channels: int) -> Iterator[Tensor]:
-    """Put chunks of any length into blocks of one, which products are fast on.
+def _too_narrow(kind: Kind, what: str) -> _TooNarrowError:
+    return _TooNarrowError(Finding(kind, what, answer="Signals are stored in float32"))
 
-    Nothing else is allocated beside them: holes between blocks would be memory that nobody has.
-    """
+
+def _blocks(chunks: Iterator[Tensor], dtype: torch.dtype, channels: int) -> Iterator[Tensor]:
+    """Copy chunks into blocks of one length; nothing else is allocated, so memory has no holes."""
     rows, block, filled = chunk_rows(channels), None, 0
     for chunk in chunks:
         rest = chunk
@@ -84,29 +126,3 @@ def _blocks(chunks: Iterator[Tensor], dtype: torch.dtype, channels: int) -> Iter
                 block = None
     if block is not None:
         yield block[:filled].clone()
-
-
-def _overflow(chunk: Tensor, dtype: torch.dtype) -> Finding:
-    limit = torch.finfo(dtype).max
-    sizes = chunk.float().abs()
-    count, largest = int((sizes > limit).sum()), float(sizes.max())
-    return Finding(
-        kind="overflow",
-        what=f"{count} signals of a chunk, up to {largest:.4g}, overflow {dtype_name(dtype)}, "
-        f"whose largest value is {limit:.4g}",
-        answer="Signals are stored in float32",
-    )
-
-
-def _check_resolution(statistics: ChannelStatistics, dtype: torch.dtype) -> None:
-    coarse = statistics.coarse_in(dtype)
-    share = float(coarse.double().mean())
-    if share > COARSE_SHARE:
-        raise _TooNarrowError(
-            Finding(
-                kind="coarse",
-                what=f"{int(coarse.sum())} of {coarse.numel()} channels spread over less than "
-                f"three spacings of {dtype_name(dtype)} around their mean",
-                answer="Signals are stored in float32",
-            )
-        )

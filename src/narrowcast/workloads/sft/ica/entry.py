@@ -1,31 +1,137 @@
-"""From a model and batches to its functional networks: the two names to begin with."""
+"""From a model and batches to its functional networks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.ica.arguments import check_type
+from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.workloads.sft.ica.blocks import find_blocks
-from narrowcast.workloads.sft.ica.capture import ModelSignals
 from narrowcast.workloads.sft.ica.collect import Collected
-from narrowcast.workloads.sft.ica.components import Components
-from narrowcast.workloads.sft.ica.dtypes import dtype_name, storage_for
-from narrowcast.workloads.sft.ica.ica import ICA
-from narrowcast.workloads.sft.ica.layer_spec import parse_layers
+from narrowcast.workloads.sft.ica.ica import ICA, Components
 from narrowcast.workloads.sft.ica.networks import (
     FunctionalNetworks,
     Layout,
     Provenance,
     Score,
     Site,
+    check_site,
+    check_type,
+    check_whole,
+    parse_layers,
 )
 from narrowcast.workloads.sft.ica.selection import Percentile, Selector
 from narrowcast.workloads.sft.ica.settings import SKIP_FIRST
+from narrowcast.workloads.sft.ica.signals import dtype_name, storage_for
+
+
+@final
+class ModelSignals:
+    """Channels of layers, side by side, for each token of the batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Mapping[str, Tensor]],
+        *,
+        layers: Sequence[int] | None = None,
+        site: Site = "mlp_output",
+        skip_first: int = 0,
+    ) -> None:
+        """Check arguments; `batches` must be iterable repeatedly, `attention_mask` 0 at padding.
+
+        `position_ids` separate sequences packed in one row.
+        """
+        check_whole("skip_first", skip_first, least=0)
+        check_site(site)
+        if isinstance(batches, Mapping | Tensor) or not isinstance(batches, Iterable):
+            raise ConfigError(
+                f"batches must be a list of what the model is called with, got a "
+                f"{type(batches).__name__}. Write [{{'input_ids': ids}}]."
+            )
+        if iter(batches) is batches:
+            raise ConfigError("batches can be iterated only once. Pass a list or a data loader.")
+        blocks = find_blocks(model)
+        chosen = tuple(range(blocks.depth)) if layers is None else tuple(layers)
+        for layer in chosen:
+            check_whole("a layer", layer, least=0)
+        self.layout = Layout(layers=chosen, width=blocks.width(site), depth=blocks.depth, site=site)
+        self._model, self._batches, self._skip_first = model, batches, skip_first
+        self._blocks = [blocks.blocks[layer] for layer in chosen]
+
+    @property
+    def channels(self) -> int:
+        return len(self._blocks) * self.layout.width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self._model.parameters() if p.is_floating_point())
+
+    def __iter__(self) -> Iterator[Tensor]:
+        rows = 0
+        for batch in self._batches:
+            check_type("a batch", batch, Mapping, "a mapping such as {'input_ids': ids}")
+            chunk = self._signal_rows(batch)
+            rows += len(chunk)
+            yield chunk
+        if self._skip_first and not rows:
+            raise ConfigError(
+                f"No sequence has more than skip_first={self._skip_first} tokens. Write a smaller "
+                "skip_first, or give longer sequences."
+            )
+
+    def _signal_rows(self, batch: Mapping[str, Tensor]) -> Tensor:
+        device = next(self._model.parameters()).device
+        settings = {name: value.to(device) for name, value in batch.items()}
+        heard: dict[int, Tensor] = {}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(in_eval_mode(self._model))
+            # A compiled model would not notice that somebody listens.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for location, block in enumerate(self._blocks):
+                stack.callback(self._listen(block, location, heard).remove)
+            self._model(**settings)
+        if len(heard) < len(self._blocks):
+            raise ConfigError(
+                f"{len(self._blocks) - len(heard)} of {len(self._blocks)} layers were not run by "
+                "the model. Select layers that are run."
+            )
+        here = heard[0].device  # a model may be spread over several
+        rows = torch.cat([heard[i].to(here) for i in range(len(heard))], dim=-1)
+        return rows[_counted(rows, settings, self._skip_first)]
+
+    def _listen(self, block: Any, position: int, heard: dict[int, Tensor]) -> Any:
+        if self.layout.site == "mlp_output":
+            return block.output.register_forward_hook(
+                lambda _module, _args, output: _keep(heard, position, output)
+            )
+        return block.down.module.register_forward_pre_hook(
+            lambda _module, args: _keep(heard, position, args[0])
+        )
+
+
+def _keep(heard: dict[int, Tensor], location: int, value: Tensor) -> None:
+    heard[location] = value.detach()
+
+
+def _counted(rows: Tensor, batch: Mapping[str, Tensor], skip_first: int) -> Tensor:
+    """Return which tokens are neither padding nor skipped."""
+    mask = batch.get("attention_mask")
+    tokens = rows.new_ones(rows.shape[:-1], dtype=torch.bool)
+    if mask is not None and mask.dim() == 2:
+        tokens = mask.bool().to(rows.device)
+    if not skip_first:
+        return tokens
+    positions = batch.get("position_ids")
+    if positions is None or positions.dim() != 2:
+        positions = tokens.cumsum(-1) - 1
+    return tokens & (positions.to(rows.device) >= skip_first)
 
 
 def functional_networks(
@@ -39,11 +145,10 @@ def functional_networks(
     skip_first: int = SKIP_FIRST,
     provenance: Provenance = Provenance(),  # noqa: B008  # frozen
 ) -> FunctionalNetworks:
-    """Return the functional networks of a model on some batches.
+    """Return the functional networks of a model on batches.
 
-    MLP outputs are taken together: a network reaches over layers. Inputs of down projections are
-    taken layer by layer: each network is in one, and components are numbered through. The first
-    `skip_first` tokens of each sequence are left out.
+    Networks of MLP outputs span layers. With `site="down_input"` each layer is analysed alone, and
+    components are numbered consecutively. The first `skip_first` tokens of sequences are skipped.
     """
     check_type("ica", ica, ICA, "an ICA, such as ICA(components=5)")
     if not callable(getattr(selector, "select", None)):
@@ -80,7 +185,7 @@ def networks_from(
     layout: Layout,
     selector: Selector,
 ) -> FunctionalNetworks:
-    """Select channels of components, which are numbered through; `spans` has their layers."""
+    """Select channels of components, numbered consecutively; `spans` has their layers."""
     networks: dict[int, dict[int, tuple[int, ...]]] = {}
     scores: dict[int, Score] = {}
     for location in sorted(result):
@@ -98,7 +203,7 @@ def networks_from(
 
 
 def check_fit(networks: FunctionalNetworks, model: nn.Module) -> None:
-    """Refuse networks that were made for a model of another shape."""
+    """Raise if networks do not fit the shape of a model."""
     blocks = find_blocks(model)
     networks.require_fit(depth=blocks.depth, width=blocks.width(networks.layout.site))
 
@@ -106,7 +211,7 @@ def check_fit(networks: FunctionalNetworks, model: nn.Module) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ICAMask:
-    """The familiar name, with the familiar settings: components, percentile and `ica_dtype`."""
+    """`functional_networks` with the names of FunctionalNetworksSFT."""
 
     num_components: int = 20
     percentile: float = 98.0
@@ -116,7 +221,7 @@ class ICAMask:
     skip_first: int = SKIP_FIRST
 
     def dtype_for(self, model: nn.Module | None = None) -> torch.dtype:
-        """Return what signals of a model are stored in."""
+        """Return the storage dtype for a model."""
         own = None if model is None else next(model.parameters()).dtype
         return storage_for(self.ica_dtype, own).dtype
 
@@ -146,7 +251,6 @@ class ICAMask:
 
 
 def _signals(skip_first: int, clip_activations: float | None) -> str:
-    """Say which rows were left out, and what was done to the others."""
     clipped = "" if clip_activations is None else f", clip_activations={clip_activations:g}"
     return f"skip_first={skip_first}{clipped}"
 
@@ -154,7 +258,7 @@ def _signals(skip_first: int, clip_activations: float | None) -> str:
 def _layer_by_layer(collected: Collected, layout: Layout) -> list[Collected]:
     width = layout.width
     return [
-        replace(collected, signals=collected.signals.columns(i * width, (i + 1) * width))
+        collected._replace(signals=collected.signals.columns(i * width, (i + 1) * width))
         for i in range(len(layout.layers))
     ]
 

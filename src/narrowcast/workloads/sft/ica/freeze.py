@@ -1,24 +1,22 @@
-"""Freeze: rows of weights that cannot move, while the rest of the same weight is trained.
+"""Freeze rows of weights while the rest of the same weight is trained.
 
-An output channel of a down projection is a row of its weight and a number of its bias, and, with an
-adapter, a row of the adapter's B. An input of it is a column, and the rows of what leads there. No
-optimizer leaves a row alone because its gradient is zero: weight decay and momentum move it. So the
-rows are kept aside, with every digit, and put back after each step, with the digits that master
-weights keep beside them. What the optimizer did to them in between is never used by a forward pass.
+An output channel of a down projection is a row of its weight, an element of its bias and a row of
+an adapter's B; an input channel is a column, and the rows that lead to it. Weight decay and
+momentum move rows even with zero gradients, so rows are restored after each step.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.numerics.parts import nearest, split
-from narrowcast.workloads.sft.ica.arguments import check_channels, check_site
 from narrowcast.workloads.sft.ica.blocks import Block, Projection, find_blocks, iter_adapters
-from narrowcast.workloads.sft.ica.networks import Channels, Site
+from narrowcast.workloads.sft.ica.networks import Channels, Site, check_channels, check_site
 
 if TYPE_CHECKING:
     from narrowcast.precision.step.prepared import Prepared
@@ -27,41 +25,41 @@ if TYPE_CHECKING:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FrozenRows:
-    """Rows of one weight."""
+    """Frozen rows of one weight."""
 
     name: str
     weight: nn.Parameter
-    rows: Tensor
-    """Which, along `axis`."""
     axis: int
+    indices: Sequence[int]
     zeroed: bool = False
-    """Whether they have to be zero for what they stand for to stay."""
+    """Whether they are set to zero first."""
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return torch.tensor(self.indices, device=self.weight.device)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a copy of these rows of a tensor like the weight."""
+        """Return a copy of these rows."""
         return tensor.detach().index_select(self.axis, self.rows.to(tensor.device))
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
-        """Write these rows of a tensor like the weight."""
+        """Write these rows."""
         rows = self.rows.to(tensor.device)
         tensor.detach().index_copy_(self.axis, rows, values.to(tensor.device, tensor.dtype))
 
 
 @final
 class Freeze:
-    """Rows of a model that are put back after each step.
+    """Rows of a model that are restored after each step.
 
-    With an optimizer of your own call `restore()` after `optimizer.step()`; a task takes `hook()`.
+    With your own optimizer, call `restore()` after `optimizer.step()`; a task uses `hook()`.
     """
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, channels: Channels, *, site: Site = "mlp_output") -> None:
-        """Take the rows as they are now; weights that are not trained need no care.
-
-        Refuses an adapter that has learnt something for these rows: its A moves them.
-        """
+        """Store the rows; raise if an adapter already has nonzero weights for them."""
         self._frozen = list(_frozen_rows(model, channels, site))
         self._check_not_empty()
         for frozen in self._frozen:
@@ -73,7 +71,7 @@ class Freeze:
     def resumed(
         cls, model: nn.Module, channels: Channels, state: dict[str, Any], *, site: Site
     ) -> "Freeze":
-        """Go on with what a checkpoint kept, in a model whose adapters have learnt since."""
+        """Continue from a checkpoint, with trained adapters."""
         freeze = cls.__new__(cls)
         freeze._frozen = list(_frozen_rows(model, channels, site, begun=True))
         freeze.load_state_dict(state)
@@ -88,23 +86,23 @@ class Freeze:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The weights that have frozen rows."""
+        """Names of the weights with frozen rows."""
         return tuple(frozen.name for frozen in self._frozen)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the rows back; does not wait for the device."""
+        """Write the stored rows back; does not synchronise."""
         for frozen, stored in zip(self._frozen, self._frozen_rows, strict=True):
             frozen.put(frozen.weight, stored)
 
     @torch.no_grad()
     def drift(self) -> float:
-        """Return the largest change of a frozen number, which is 0 after `restore`."""
+        """Return the largest change of a frozen element."""
         pairs = zip(self._frozen, self._frozen_rows, strict=True)
         return max(float((f.of(f.weight).double() - k.double()).abs().max()) for f, k in pairs)
 
     def hook(self, name: str = "freeze") -> "Hook":
-        """Return what a task carries so that its rows stay, in every format and over a resume."""
+        """Return the hook for a task."""
         from narrowcast.training.task import Hook
 
         return Hook(
@@ -117,13 +115,13 @@ class Freeze:
 
     @torch.no_grad()
     def take(self, prepared: "Prepared") -> None:
-        """Take the rows as a run has them, with every digit it keeps."""
+        """Store the rows in the full precision of a run."""
         weights = prepared.engine.weights
         self._frozen_rows = [frozen.of(weights.full(frozen.weight)) for frozen in self._frozen]
 
     @torch.no_grad()
     def restore_in(self, prepared: "Prepared") -> None:
-        """Put the rows back in a run: weights, what masters keep beside them, averages, leads."""
+        """Restore the rows in weights, master weights, averages and lookahead."""
         weights = prepared.engine.weights
         places = {weight: i for i, weight in enumerate(weights.masters.parameters)}
         for frozen, saved in zip(self._frozen, self._frozen_rows, strict=True):
@@ -140,14 +138,13 @@ class Freeze:
                 frozen.put(lead, torch.zeros_like(saved))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which rows are frozen, and what they are."""
         return {
             frozen.name: {"rows": frozen.rows, "values": stored}
             for frozen, stored in zip(self._frozen, self._frozen_rows, strict=True)
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the rows as a checkpoint has them; refuse one that froze others."""
+        """Load rows; raise if other rows were frozen."""
         same = set(state) == set(self.names) and all(
             torch.equal(state[f.name]["rows"].cpu(), f.rows.cpu()) for f in self._frozen
         )
@@ -162,7 +159,7 @@ class Freeze:
 def _put_in_parts(
     frozen: FrozenRows, full: Tensor, masters: "MasterWeights", location: int
 ) -> None:
-    """Write rows of a weight that is kept in 16 bits, as a master of each kind has them."""
+    """Write rows of a 16-bit weight and its master weight."""
     dtype, residual = frozen.weight.dtype, masters.residual(location)
     if masters.kind == "split":
         working, rest = split(full)
@@ -177,7 +174,7 @@ def _put_in_parts(
 def _frozen_rows(
     model: nn.Module, channels: Channels, site: Site, *, begun: bool = False
 ) -> Iterator[FrozenRows]:
-    """Yield the rows; `begun`: adapters may have learnt, with these rows in place."""
+    """Yield the rows; `begun` allows trained adapters."""
     check_site(site)
     check_channels(channels)
     blocks = find_blocks(model)
@@ -192,18 +189,10 @@ def _frozen_rows(
             )
         for piece in _pieces(blocks.blocks[layer], sorted(chosen), site, begun) if chosen else ():
             if piece.weight.requires_grad or piece.zeroed:
-                rows = torch.tensor(piece.rows, device=piece.weight.device)
-                yield FrozenRows(
-                    name=names[piece.weight],
-                    weight=piece.weight,
-                    rows=rows,
-                    axis=piece.axis,
-                    zeroed=piece.zeroed,
-                )
+                yield FrozenRows(names[piece.weight], *piece)
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     weight: nn.Parameter
     axis: int
     rows: Sequence[int]
@@ -211,8 +200,7 @@ class _Piece:
 
 
 def _pieces(block: Block, chosen: Sequence[int], site: Site, begun: bool) -> Iterator[_Piece]:
-    """Yield what channels are made of: rows of the down projection; or its columns, and the rows of
-    all that leads to them."""
+    """Yield the rows (or columns, and the rows that lead to them) of channels."""
     if site == "mlp_output":
         yield from _outputs(block.down, chosen, begun)
         return
@@ -267,7 +255,7 @@ def _check_untrained(adapter: str) -> None:
 
 
 def _check_wrapper(projection: Projection, known: Sequence[nn.Parameter]) -> None:
-    """Refuse a wrapper that trains something of which nobody here knows what it moves."""
+    """Raise if a wrapper trains parameters other than LoRA's."""
     for name, parameter in projection.module.named_parameters():
         if parameter.requires_grad and not any(parameter is each for each in known):
             raise UnsupportedError(

@@ -1,8 +1,11 @@
-"""`ICA`: signals in, independent components out."""
+"""`ICA`: independent components of signals.
+
+Components are ordered by explained variance and their largest loading is positive, so that the
+same data gives the same numbering.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, TypeAlias, final, get_args
 
 import numpy as np
@@ -10,37 +13,133 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.ica.arguments import check_number, check_type, check_whole
-from narrowcast.workloads.sft.ica.clipping import ClippedSignals
-from narrowcast.workloads.sft.ica.collect import Collected, collect
-from narrowcast.workloads.sft.ica.components import (
-    Components,
-    White,
-    agreement,
-    best_rotation,
-    canonical,
-    loud_rows,
-    whiten,
+from narrowcast.workloads.sft.ica.collect import Collected, clip_signals, collect
+from narrowcast.workloads.sft.ica.networks import check_number, check_type, check_whole
+from narrowcast.workloads.sft.ica.signals import (
+    ChannelStatistics,
+    Finding,
+    MappedSignals,
+    Signals,
+    channel_statistics,
+    storage_for,
 )
-from narrowcast.workloads.sft.ica.dtypes import storage_for
-from narrowcast.workloads.sft.ica.findings import Finding
-from narrowcast.workloads.sft.ica.signals import Signals, SignalsOn
-from narrowcast.workloads.sft.ica.solvers.contrast import CONTRASTS, ContrastName
-from narrowcast.workloads.sft.ica.solvers.fastica import fastica_deflation, fastica_parallel
-from narrowcast.workloads.sft.ica.solvers.picard import picard
-from narrowcast.workloads.sft.ica.solvers.rotation import Rotations, random_rotations
-from narrowcast.workloads.sft.ica.statistics import ChannelStatistics, channel_statistics
+from narrowcast.workloads.sft.ica.solvers import (
+    CONTRASTS,
+    ContrastName,
+    Rotations,
+    compute_sources,
+    fastica_deflation,
+    fastica_parallel,
+    negentropy,
+    picard,
+    random_rotations,
+)
 from narrowcast.workloads.sft.ica.subspace import Standardised, Subspace, principal_subspace
 
+LOUD_ROWS = 0.01
+"""Share of rows for `loud_row_share`."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """Independent components; tensors are on the CPU."""
+
+    loadings: Tensor
+    """(channels, components): correlations, if channels were standardised."""
+    unmixing: Tensor
+    """(components, channels): centred channels to components of variance 1."""
+    mean: Tensor
+    """(channels)"""
+    explained: Tensor
+    """(components): share of the variance."""
+    negentropy: Tensor
+    """(components): distance from a normal distribution."""
+    stability: Tensor
+    """(components): agreement between random initialisations, 0 to 1."""
+    loud_row_share: Tensor
+    """(components): share of variance in the loudest 1 % of rows."""
+    rows: int
+    dtype: torch.dtype
+    """Storage dtype."""
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return self.loadings.shape[1]
+
+    def sources(self, signals: Tensor) -> Tensor:
+        """Return the components over rows of signals, (rows, components)."""
+        return (signals.to(self.mean.dtype) - self.mean) @ self.unmixing.T
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class White:
+    """Whitened signals and their map to channels."""
+
+    signals: Tensor
+    """(components, rows)"""
+    loadings: Tensor
+    """(channels, components)"""
+    unmixing: Tensor
+    """(components, channels)"""
+
+
+def whiten(projected: Tensor, basis: Tensor, factor: Tensor) -> White:
+    """Whiten projections on an orthonormal basis; `factor` scaled the centred channels."""
+    wide = projected.double()
+    values, vectors = torch.linalg.eigh((wide.T @ wide / len(wide)).cpu())
+    values, vectors = (each.to(wide.device) for each in (values.flip(0), vectors.flip(1)))
+    back = (basis.double() @ vectors) * values.sqrt()
+    forth = (basis.double() @ vectors) / values.sqrt() * factor.to(basis.device)[:, None]
+    signals = (wide @ vectors / values.sqrt()).T.contiguous()
+    return White(signals=signals, loadings=back, unmixing=forth.T)
+
+
+def agreement(one: Tensor, others: Tensor) -> Tensor:
+    """Return the mean correlation of each component with its best match in other rotations."""
+    return (one @ others.transpose(-1, -2)).abs().amax(-1).mean(0)
+
+
+def best_rotation(rotations: Tensor, white: Tensor) -> int:
+    """Return the index of the rotation with the largest negentropy."""
+    scores = [float(negentropy(compute_sources(each, white)).sum()) for each in rotations]
+    return max(range(len(scores)), key=scores.__getitem__)
+
+
+def loud_rows(rows: int) -> int:
+    """Return 1 % of the rows, at least one."""
+    return max(1, round(LOUD_ROWS * rows))
+
+
+def canonical(
+    white: White, rotation: Tensor, stability: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return loadings, unmixing, negentropy, stability and loud row share in canonical order."""
+    rotation = rotation.to(white.loadings)
+    loadings, unmixing = white.loadings @ rotation.T, rotation @ white.unmixing
+    order = loadings.square().sum(0).argsort(descending=True, stable=True)
+    loadings, unmixing = loadings[:, order], unmixing[order]
+    heaviest = loadings.gather(0, loadings.abs().argmax(0, keepdim=True))[0]
+    sign = torch.where(heaviest < 0, -1.0, 1.0).to(loadings)
+    sources = (rotation @ white.signals)[order]
+    powers = sources.square()
+    share = powers.topk(loud_rows(sources.shape[1]), -1).values.sum(-1) / powers.sum(-1)
+    stability = stability.to(order.device)[order]
+    return loadings * sign, unmixing * sign[:, None], negentropy(sources), stability, share
+
+
 SolverName: TypeAlias = Literal["parallel", "deflation", "picard"]
-SOLVERS: Mapping[SolverName, Callable[..., Rotations]] = MappingProxyType(
-    {"parallel": fastica_parallel, "deflation": fastica_deflation, "picard": picard}
-)
+SOLVERS: Mapping[SolverName, Callable[..., Rotations]] = {
+    "parallel": fastica_parallel,
+    "deflation": fastica_deflation,
+    "picard": picard,
+}
 STABLE = 0.9
-"""Agreement below this is told: a correlation of 0.9 leaves a fifth of the variance to others."""
+"""Lower agreement is reported: a correlation of 0.9 leaves a fifth of the variance."""
 LOUD = 0.5
-"""A component with more of its variance than this in 1 % of the rows is reported. It is 0.16 for a
-Laplace distribution and 0.04 for a normal one."""
+"""A larger share of variance in 1 % of rows is reported; Laplace has 0.16, normal 0.04."""
 
 PERCENTILE = "a percentile above 50 and below 100"
 TOLERANCE = "a number between 0 and 1, such as 1e-4"
@@ -49,27 +148,25 @@ TOLERANCE = "a number between 0 and 1, such as 1e-4"
 @final
 @dataclass(frozen=True, kw_only=True)
 class ICA:
-    """How components are found; `fit` finds them. The same seed and data give the same result."""
+    """Settings of the analysis. The same seed and data give the same result."""
 
     components: int = 20
     solver: SolverName = "picard"
-    """Its solutions are those of `parallel`, FastICA, which on activations often jumps to and fro
-    between two places."""
+    """`parallel` (FastICA) has the same solutions but often oscillates on activations."""
     contrast: ContrastName = "logcosh"
     ica_dtype: str | torch.dtype | None = None
-    """What signals are stored in: see `dtypes`."""
+    """Storage dtype of the signals, see `storage_for`."""
     restarts: int = 4
-    """Beginnings that are tried; the one with the least normal components is taken."""
+    """Random initialisations; the one with the largest negentropy is used."""
     max_iter: int = 200
     tol: float = 1e-4
     seed: int = 0
     standardise: bool = True
-    """Give every channel variance 1; without, loud channels count more."""
+    """Scale every channel to variance 1."""
     clip_activations: float | None = None
-    """Clip each channel to between its percentiles 100 - p and p, such as 99; none: no clipping.
-    Loud rows then no longer decide the components, and sources in fewer rows than that are lost."""
+    """Clip each channel to its percentiles 100 - p and p, which also removes rarer sources."""
     device: torch.device | None = None
-    """Where to store and to compute; none: where the signals are."""
+    """Where to store and compute; None: where the signals are."""
 
     def __post_init__(self) -> None:
         _require("solver", self.solver, get_args(SolverName))
@@ -88,22 +185,16 @@ class ICA:
             raise ConfigError(f"tol must be {TOLERANCE}, got {self.tol}.")
 
     def collect(self, source: Signals, *, model_dtype: torch.dtype | None = None) -> Collected:
-        """Store signals of a source that is costly to go through again, such as a model."""
+        """Store the signals of an expensive source, such as a model."""
         return collect(self._here(source), storage_for(self.ica_dtype, model_dtype))
 
     def fit(self, signals: Signals | Collected) -> Components:
-        """Find the components of signals, which are gone through a few times and never copied.
-
-        Signals that were collected say so among the findings where `ica_dtype` could not be kept.
-        """
+        """Return the components of signals, in a few passes without a copy."""
         (components,) = self.fit_each([signals])
         return components
 
     def fit_each(self, signals: Sequence[Signals | Collected]) -> list[Components]:
-        """Find the components of several sets of signals with as many rows, solved side by side.
-
-        Findings number the components of all sets through, as `networks_from` does.
-        """
+        """Return the components of several sets of signals with equally many rows."""
         reduced = [self._reduce(each, location) for location, each in enumerate(signals)]
         if len({each.statistics.rows for each in reduced}) > 1:
             raise ConfigError(
@@ -128,7 +219,7 @@ class ICA:
             )
         signals = self._here(inputs)
         if self.clip_activations is not None:
-            signals = ClippedSignals.at_percentile(signals, self.clip_activations)
+            signals = clip_signals(signals, self.clip_activations)
         # Of what was stored, not of what came: rounding moves a mean.
         statistics = channel_statistics(signals)
         standard = Standardised.of(signals, statistics, unit_variance=self.standardise)
@@ -144,10 +235,13 @@ class ICA:
         )
 
     def _here(self, signals: Signals) -> Signals:
-        return signals if self.device is None else SignalsOn(signals, self.device)
+        return signals if self.device is None else MappedSignals(signals, self._move)
+
+    def _move(self, chunk: Tensor) -> Tensor:
+        return chunk.to(self.device)
 
     def _solve(self, white: Tensor) -> tuple[Rotations, tuple[Finding, ...]]:
-        """Solve from every beginning at once; in float64 where float32 breaks."""
+        """Solve all initialisations at once, in float64 if float32 is not finite."""
         generator = torch.Generator().manual_seed(self.seed)
         # The same beginnings for every layer: none depends on how many there are.
         start = random_rotations((self.restarts,), self.components, generator=generator)
@@ -236,7 +330,7 @@ class _Reduced:
     white: White
     statistics: ChannelStatistics
     total: float
-    """All variance of the standardised signals."""
+    """Variance of the standardised signals."""
     dtype: torch.dtype
     findings: tuple[Finding, ...]
 

@@ -1,9 +1,7 @@
-"""Masks: channels of a model silenced, kept alone, or made louder, and the model given back.
+"""Masks: silence, keep or scale channels of a model.
 
-Every layer gets one factor for each channel, all ones, once; lesion, preserve and scale change
-these numbers in place. So a compiled model sees every change without compiling again, twenty random
-masks cost twenty copies of a few thousand numbers, and a model whose factors are ones computes what
-it did before, to the last bit.
+Every layer has one factor per channel, changed in place, so that compiled models need no
+recompilation. With all factors at 1 the model is bit-identical.
 """
 
 import contextlib
@@ -17,17 +15,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.ica.arguments import check_channels, check_number, check_site
 from narrowcast.workloads.sft.ica.blocks import Block, find_blocks
-from narrowcast.workloads.sft.ica.networks import Channels, Site
+from narrowcast.workloads.sft.ica.networks import (
+    Channels,
+    Site,
+    check_channels,
+    check_number,
+    check_site,
+)
 
 
 @final
 class Masks:
-    """The factors of a model's channels, until `remove`.
-
-    What is done adds up: a lesion and a scale are both in force until `clear`.
-    """
+    """Factors of a model's channels, until `remove`; changes accumulate until `clear`."""
 
     def __init__(self, model: nn.Module, *, site: Site = "mlp_output") -> None:
         check_site(site)
@@ -45,7 +45,7 @@ class Masks:
         return self.scale(channels, 0.0)
 
     def preserve(self, channels: Channels) -> Self:
-        """Silence all other channels; all of a layer that has none of these."""
+        """Silence all other channels, in every layer."""
         self._check_channels(channels)
         for layer, gate in enumerate(self._gates):
             stored = torch.zeros_like(gate.factor)
@@ -54,7 +54,7 @@ class Masks:
         return self
 
     def scale(self, channels: Channels, factor: float) -> Self:
-        """Multiply channels: above 1 they are amplified."""
+        """Multiply channels by a factor."""
         check_number("factor", factor, "a number")
         self._check_channels(channels)
         for layer, chosen in channels.items():
@@ -62,17 +62,17 @@ class Masks:
         return self
 
     def clear(self) -> Self:
-        """Let every channel be as it is."""
+        """Reset all factors to 1."""
         for gate in self._gates:
             gate.factor.fill_(1)
         return self
 
     def factors(self) -> Tensor:
-        """Return a copy of what is in force, (layers, channels)."""
+        """Return a copy of the factors, (layers, channels)."""
         return torch.stack([gate.factor.cpu() for gate in self._gates])
 
     def remove(self) -> None:
-        """Take the factors out of the model."""
+        """Remove the masks from the model."""
         # Ones first: whatever was compiled with them goes on using them.
         self.clear()
         for gate in self._gates:
@@ -133,7 +133,7 @@ def scaled(
 
 
 class _Gate:
-    """The factors of one layer, on their way into the model."""
+    """Factors of one layer."""
 
     def __init__(self, block: Block, width: int, site: Site) -> None:
         weight = next(block.down.module.parameters())
@@ -156,7 +156,7 @@ class _Gate:
 def random_like(
     channels: Channels, width: int, *, generator: torch.Generator
 ) -> dict[int, tuple[int, ...]]:
-    """Return as many channels of each layer, drawn by chance."""
+    """Return as many random channels per layer."""
     return {
         layer: tuple(sorted(torch.randperm(width, generator=generator)[: len(chosen)].tolist()))
         for layer, chosen in channels.items()

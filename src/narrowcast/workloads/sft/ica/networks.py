@@ -1,32 +1,29 @@
-"""Functional networks: for each component, channels of layers; the templates of one model.
+"""Functional networks: for each component, channels by layer; and checks of arguments."""
 
-A site says which channels are meant: those of a block's MLP output, or the inputs of its down
-projection.
-"""
-
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, TypeAlias, final
+from numbers import Integral, Real
+from typing import Any, Literal, TypeAlias, final, get_args
 
 from narrowcast.errors import ConfigError
 
 Site: TypeAlias = Literal["mlp_output", "down_input"]
 Channels: TypeAlias = Mapping[int, tuple[int, ...]]
-"""Channels by layer, in ascending order."""
+"""Ascending channels by layer."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The channels there were to choose from."""
+    """The analysed channels."""
 
     layers: tuple[int, ...]
-    """Those that were looked at, in ascending order."""
     width: int
-    """Channels of each."""
+    """Channels per layer."""
     depth: int | None = None
-    """Layers of the model; none where it is not known."""
+    """Layers of the model, if known."""
     site: Site = "mlp_output"
 
     def __post_init__(self) -> None:
@@ -41,24 +38,24 @@ class Layout:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where networks come from; empty where that is not known."""
+    """Origin of networks."""
 
     name: str = "functional_networks"
     model: str = ""
     data: str = ""
     seed: int | None = None
     dtype: str = ""
-    """What signals were stored in."""
+    """Storage dtype of the signals."""
     selector: str = ""
     signals: str = ""
-    """Which rows were left out, and how channels were clipped."""
+    """Skipped tokens and clipping."""
     findings: tuple[str, ...] = ()
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What is known of one component."""
+    """Scores of one component."""
 
     explained: float
     negentropy: float
@@ -68,7 +65,7 @@ class Score:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A network, the one of another set that is nearest to it, and how much they share."""
+    """A network and its nearest match in another set."""
 
     component: int
     other: int
@@ -108,17 +105,16 @@ class FunctionalNetworks:
 
     @property
     def components(self) -> tuple[int, ...]:
-        """The numbers of the components, ascending."""
         return tuple(sorted(self.networks))
 
     def size(self, component: int) -> int:
-        """Return how many channels a network has."""
+        """Return the number of channels of a network."""
         return sum(map(len, self._network(component).values()))
 
     def channels(
         self, components: Iterable[int] | None = None, *, layers: Sequence[int] | None = None
     ) -> dict[int, tuple[int, ...]]:
-        """Return the union of networks, of all or some, in all or some layers."""
+        """Return the union of networks, of all or some components and layers."""
         if isinstance(components, int):
             raise ConfigError(f"components must be a list of numbers, got {components}.")
         chosen = self.components if components is None else tuple(components)
@@ -132,7 +128,7 @@ class FunctionalNetworks:
         return {layer: tuple(sorted(union[layer])) for layer in sorted(union)}
 
     def others(self, channels: Channels) -> dict[int, tuple[int, ...]]:
-        """Return all channels of the layout but these."""
+        """Return all other channels of the layout."""
         rest = {
             layer: tuple(sorted(set(range(self.layout.width)) - set(channels.get(layer, ()))))
             for layer in self.layout.layers
@@ -140,7 +136,7 @@ class FunctionalNetworks:
         return {layer: stored for layer, stored in rest.items() if stored}
 
     def iou(self, component: int, other: "FunctionalNetworks", other_component: int) -> float:
-        """Return how much of two networks is common to both, 0 to 1; two empty ones share all."""
+        """Return the intersection over union of two networks; 1 for two empty ones."""
         self._check_layout(other)
         mine, theirs = self._flat(component), other._flat(other_component)
         return len(mine & theirs) / len(mine | theirs) if mine | theirs else 1.0
@@ -148,7 +144,7 @@ class FunctionalNetworks:
     def match(
         self, other: "FunctionalNetworks", *, threshold: float = 0.2, top: int = 1
     ) -> list[Match]:
-        """Return for each network the nearest of another set, above a threshold, best first."""
+        """Return the best matches of each network in another set, above a threshold."""
         result = []
         for mine in self.components:
             near = [
@@ -160,7 +156,7 @@ class FunctionalNetworks:
         return result
 
     def require_fit(self, *, depth: int, width: int, site: Site | None = None) -> None:
-        """Refuse a model of another shape than these networks were made for."""
+        """Raise if the networks do not fit a model of this shape."""
         made_for = "made for " + (self.provenance.model or "another model")
         again = ". Build networks for this model."
         if site is not None and site != self.layout.site:
@@ -206,8 +202,94 @@ class FunctionalNetworks:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """Write numbers, a run of them as a range."""
+    """Return numbers as text, consecutive ones as a range."""
     ordered = sorted(numbers)
     if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
         return f"{ordered[0]} to {ordered[-1]}"
     return ", ".join(map(str, ordered)) or "none"
+
+
+_PART = re.compile(r"(?P<one>[0-9]+)|(?P<start>[0-9]*):(?P<stop>[0-9]*)", re.ASCII)
+
+
+def parse_layers(spec: str | None, depth: int) -> tuple[int, ...]:
+    """Return the layers of a text such as 0,3,7 or 0:4,9: (ranges exclude their end)."""
+    if spec is None:
+        return tuple(range(depth))
+    if not spec.strip():
+        raise ConfigError(f"The layer spec is empty. {_advice(depth)}")
+    chosen: set[int] = set()
+    for part in spec.split(","):
+        chosen.update(_range(part.strip(), spec, depth))
+    return tuple(sorted(chosen))
+
+
+def _range(part: str, spec: str, depth: int) -> range:
+    match = _PART.fullmatch(part)
+    if match is None:
+        what = "a negative number" if part.startswith("-") else f"{part!r}" if part else "nothing"
+        raise ConfigError(
+            f"layers must be numbers or ranges separated by commas, got {what} in {spec!r}. "
+            f"{_advice(depth)}"
+        )
+    if match["one"]:
+        layers = range(int(part), int(part) + 1)
+    else:
+        layers = range(int(match["start"] or 0), int(match["stop"] or depth))
+        if layers.start >= layers.stop:
+            raise ConfigError(
+                f"layers {spec!r} has an empty range: {part} goes from {layers.start} to before "
+                f"{layers.stop}. {_advice(depth)}"
+            )
+    if layers.stop > depth:
+        raise ConfigError(
+            f"layers {spec!r} has layer {layers.stop - 1}, but the model has {depth} layers. "
+            f"{_advice(depth)}"
+        )
+    return layers
+
+
+def _advice(depth: int) -> str:
+    return f"Write numbers from 0 to {depth - 1} and ranges, such as 0,2 or 0:{depth}."
+
+
+def check_whole(name: str, value: object, *, least: int) -> None:
+    """Raise unless a value is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ConfigError(f"{name} must be a whole number of {least} or more, got {value!r}.")
+
+
+def check_number(name: str, value: object, what: str) -> float:
+    """Return a real number as float, or raise."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{name} must be {what}, got {value!r}.")
+    return float(value)
+
+
+def check_type(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Raise unless a value has the type."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be {what}, got {_shown(value)}.")
+
+
+def check_site(site: object) -> None:
+    """Raise unless a site exists."""
+    if site not in get_args(Site):
+        raise ConfigError(f"site must be {' or '.join(get_args(Site))}, got {site!r}.")
+
+
+def check_channels(channels: object) -> None:
+    """Raise unless channels are integers by layer."""
+    example = "channels must be whole numbers by layer, such as {0: (1, 5)}"
+    if not isinstance(channels, Mapping):
+        raise ConfigError(f"{example}, got {_shown(channels)}.")
+    for layer, chosen in channels.items():
+        if not isinstance(chosen, tuple | list | set | frozenset | range) or not all(
+            isinstance(each, Integral) for each in (layer, *chosen)
+        ):
+            raise ConfigError(f"{example}, got {{{layer!r}: {chosen!r}}}.")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"

@@ -1,27 +1,21 @@
-"""Functional networks as strict JSON: what is not understood is refused, nothing is guessed."""
+"""Functional networks as strict JSON."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.ica.networks import (
-    Channels,
-    FunctionalNetworks,
-    Layout,
-    Provenance,
-    Score,
-    Site,
-)
+from narrowcast.runs.strict_json import NONFINITE
+from narrowcast.workloads.sft.ica.networks import Channels, FunctionalNetworks, Layout, Provenance
 
 FORMAT = "narrowcast.functional_networks.1"
-_Item = TypeVar("_Item")
 
 
 def save_networks(networks: FunctionalNetworks, path: Path | str) -> None:
-    """Write networks; a file of that name is replaced only once all is written."""
+    """Write networks atomically."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
@@ -30,7 +24,7 @@ def save_networks(networks: FunctionalNetworks, path: Path | str) -> None:
 
 
 def load_networks(path: Path | str) -> FunctionalNetworks:
-    """Read what `save_networks` wrote, or a template file with `templates` and no provenance."""
+    """Read a file of `save_networks`, or a template file of FunctionalNetworksSFT."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -43,7 +37,7 @@ def load_networks(path: Path | str) -> FunctionalNetworks:
 
 
 def networks_to_json(networks: FunctionalNetworks) -> str:
-    """Return networks as JSON; the same networks, the same text."""
+    """Return networks as deterministic JSON."""
     value = {
         "format": FORMAT,
         "provenance": asdict(networks.provenance),
@@ -66,100 +60,57 @@ def networks_from_json(text: str) -> FunctionalNetworks:
             f"The file is not JSON: {error}. Use a file written by `narrowcast ica build`."
         ) from None
     if isinstance(value, dict) and "templates" in value:
-        return _from_templates(value)
-    top = _keys(value, "the file", {"format", "provenance", "layout", "networks", "scores"})
-    if top["format"] != FORMAT:
-        raise ConfigError(f"format must be {FORMAT}, got {top['format']!r}.")
-    return FunctionalNetworks(
-        provenance=_provenance(top["provenance"]),
-        layout=_layout(top["layout"]),
-        networks=_numbered(top["networks"], "networks", _network),
-        scores=_numbered(top["scores"], "scores", _score),
-    )
-
-
-def _from_templates(value: Mapping[str, Any]) -> FunctionalNetworks:
-    """Read the files of FunctionalNetworksSFT: a name, a layout and templates."""
-    top = _keys(value, "the file", {"name", "layout", "templates"})
-    layout = _keys(top["layout"], "layout", {"captured_layers_sorted", "hidden_size"})
-    return FunctionalNetworks(
-        provenance=Provenance(name=_text(top["name"], "name")),
-        layout=Layout(
-            layers=_numbers(layout["captured_layers_sorted"], "captured_layers_sorted"),
-            width=_number(layout["hidden_size"], "hidden_size"),
-        ),
-        networks=_numbered(top["templates"], "templates", _network),
-    )
-
-
-def _provenance(value: Any) -> Provenance:
-    got = _keys(value, "provenance", set(Provenance.__dataclass_fields__))
-    findings = got["findings"]
-    if not isinstance(findings, list):
-        raise ConfigError("provenance.findings must be a list of strings.")
-    return Provenance(
-        name=_text(got["name"], "provenance.name"),
-        model=_text(got["model"], "provenance.model"),
-        data=_text(got["data"], "provenance.data"),
-        seed=None if got["seed"] is None else _number(got["seed"], "provenance.seed"),
-        dtype=_text(got["dtype"], "provenance.dtype"),
-        selector=_text(got["selector"], "provenance.selector"),
-        signals=_text(got["signals"], "provenance.signals"),
-        findings=tuple(_text(each, "provenance.findings") for each in findings),
-    )
-
-
-def _layout(value: Any) -> Layout:
-    got = _keys(value, "layout", {"layers", "width", "depth", "site"})
-    if got["site"] not in get_args(Site):
-        raise ConfigError(
-            f"layout.site must be {' or '.join(get_args(Site))}, got {got['site']!r}."
+        top = _keys(value, "the file", {"name", "layout", "templates"})
+        layout = _keys(top["layout"], "layout", {"captured_layers_sorted", "hidden_size"})
+        return FunctionalNetworks(
+            provenance=Provenance(name=read_typed(top["name"], str, "name")),
+            layout=Layout(
+                layers=read_typed(
+                    layout["captured_layers_sorted"], tuple[int, ...], "captured_layers_sorted"
+                ),
+                width=read_typed(layout["hidden_size"], int, "hidden_size"),
+            ),
+            networks=read_typed(top["templates"], Mapping[int, Channels], "templates"),
         )
-    return Layout(
-        layers=_numbers(got["layers"], "layout.layers"),
-        width=_number(got["width"], "layout.width"),
-        depth=None if got["depth"] is None else _number(got["depth"], "layout.depth"),
-        site=got["site"],
-    )
+    known = {"format", *FunctionalNetworks.__dataclass_fields__}
+    top = _keys(value, "the file", known)
+    if (found := top.pop("format")) != FORMAT:
+        raise ConfigError(f"format must be {FORMAT}, got {found!r}.")
+    networks: FunctionalNetworks = read_typed(top, FunctionalNetworks, "")
+    return networks
 
 
-def _network(value: Any, where: str) -> Channels:
-    return _numbered(value, where, _numbers)
-
-
-def _score(value: Any, where: str) -> Score:
-    got = _keys(value, where, set(Score.__dataclass_fields__))
-    for name, number in got.items():
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise ConfigError(f"{where}.{name} must be a number, got {number!r}.")
-    return Score(**{name: float(number) for name, number in got.items()})
-
-
-def _numbered(value: Any, where: str, item: Callable[[Any, str], _Item]) -> dict[int, _Item]:
-    """Return an object whose keys are numbers as people write them: no 01, no -1."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} must be an object.")
-    for key in value:
-        if not (key.isascii() and key.isdecimal() and str(int(key)) == key):
-            raise ConfigError(f"Keys of {where} must be numbers from 0, got {key!r}.")
-    return {int(key): item(each, f"{where}.{key}") for key, each in value.items()}
-
-
-def _numbers(value: Any, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise ConfigError(f"{where} must be a list of numbers.")
-    return tuple(_number(each, where) for each in value)
-
-
-def _number(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{where} must have whole numbers, got {value!r}.")
-    return value
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{where} must be text, got {value!r}.")
+def read_typed(value: Any, kind: Any, where: str) -> Any:
+    """Return parsed JSON as a value of a type, or raise with the path of what does not fit."""
+    origin, args = get_origin(kind), get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        parts = _keys(value, where, set(hints))
+        prefix = f"{where}." if where else ""
+        return kind(**{k: read_typed(parts[k], hint, f"{prefix}{k}") for k, hint in hints.items()})
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} must be a list.")
+        return tuple(read_typed(each, args[0], where) for each in value)
+    if origin is Mapping:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} must be an object.")
+        for key in value:
+            if not (key.isascii() and key.isdecimal() and str(int(key)) == key):
+                raise ConfigError(f"Keys of {where} must be numbers from 0, got {key!r}.")
+        return {int(k): read_typed(each, args[1], f"{where}.{k}") for k, each in value.items()}
+    if origin is Literal:
+        if value not in args:
+            raise ConfigError(f"{where} must be {' or '.join(args)}, got {value!r}.")
+        return value
+    if NoneType in args:
+        return None if value is None else read_typed(value, args[0], where)
+    if kind is float:
+        value = NONFINITE.get(value, value) if isinstance(value, str) else value
+        value = float(value) if type(value) is int else value
+    if type(value) is not kind:
+        what = {int: "a whole number", float: "a number", str: "text"}[kind]
+        raise ConfigError(f"{where} must be {what}, got {value!r}.")
     return value
 
 

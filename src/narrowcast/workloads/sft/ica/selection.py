@@ -7,28 +7,25 @@ import numpy as np
 from torch import Tensor
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.ica.arguments import check_number, check_type, check_whole
+from narrowcast.workloads.sft.ica.networks import check_number, check_type, check_whole
 
 
 class Selector(Protocol):
-    """Chooses channels by their loadings on one component."""
+    """Selects channels by their loadings on one component."""
 
     def __str__(self) -> str:
-        """Say what is chosen, as provenance keeps it."""
+        """Return the text for provenance."""
         ...
 
     def select(self, loadings: Tensor) -> list[int]:
-        """Return the channels, in ascending order; one without any loading is never chosen."""
+        """Return ascending channels; channels with zero loading are never selected."""
         ...
 
 
 @final
 @dataclass(frozen=True)
 class Percentile:
-    """The channels whose loading, of either sign, is at or above a percentile of all.
-
-    It fixes the size: at 98, two in a hundred channels, whatever the component is like.
-    """
+    """Channels whose absolute loading is at or above a percentile: a fixed number of channels."""
 
     percentile: float = 98.0
 
@@ -43,7 +40,6 @@ class Percentile:
         return f"percentile={self.percentile:g}"
 
     def select(self, loadings: Tensor) -> list[int]:
-        """Return the channels at or above the percentile."""
         size = _array(loadings.abs())
         return _places((size >= np.percentile(size, self.percentile)) & (size > 0))
 
@@ -51,14 +47,11 @@ class Percentile:
 @final
 @dataclass(frozen=True)
 class ZScore:
-    """The channels whose loading is more than so many standard deviations above the mean.
-
-    Canonical components have their heaviest loading positive, so one side is the heavy one.
-    """
+    """Channels with a loading more than `threshold` standard deviations above the mean."""
 
     threshold: float = 1.96
     two_sided: bool = False
-    """Also those as far below it."""
+    """Also channels as far below the mean."""
 
     def __post_init__(self) -> None:
         check_type("two_sided", self.two_sided, bool, "True or False")
@@ -71,7 +64,6 @@ class ZScore:
         return f"{'|z|' if self.two_sided else 'z'}>{self.threshold:g}"
 
     def select(self, loadings: Tensor) -> list[int]:
-        """Return the channels beyond the threshold."""
         values = _array(loadings)
         spread = values.std()
         if spread == 0:
@@ -84,7 +76,7 @@ class ZScore:
 @final
 @dataclass(frozen=True)
 class TopK:
-    """So many channels, those with the largest loadings of either sign."""
+    """The channels with the largest absolute loadings."""
 
     count: int
 
@@ -95,7 +87,7 @@ class TopK:
         return f"top-k={self.count}"
 
     def select(self, loadings: Tensor) -> list[int]:
-        """Return the heaviest channels; of equal ones, the first."""
+        """Return the channels; ties go to the first."""
         size = _array(loadings.abs())
         heaviest = np.argsort(-size, kind="stable")[: self.count]
         return sorted(int(i) for i in heaviest if size[i] > 0)

@@ -1,10 +1,8 @@
-"""The directions of largest variance of standardised signals, without a matrix of all signals.
+"""Principal directions of standardised signals, without a matrix of all signals.
 
-Few channels: their covariance in one pass, and its eigenvectors. Many: a randomised range finder
-that is improved from pass to pass. Each pass multiplies the covariance C, which is never formed, by
-a block of vectors; the blocks so far span a Krylov space, and the best directions in it, with how
-far each is from being an eigenvector, come out of a small problem (block Lanczos). Power iterations
-throw the earlier blocks away and need twice as many passes for the same.
+For few channels, from the covariance in one pass. For many, by block Lanczos: each pass multiplies
+the covariance by a block of vectors, and the best directions in the span of all blocks come from a
+small eigenproblem. Power iterations would need twice as many passes.
 """
 
 from collections.abc import Iterator
@@ -15,23 +13,25 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.ica.dtypes import working_dtype
-from narrowcast.workloads.sft.ica.signals import Signals
-from narrowcast.workloads.sft.ica.statistics import ChannelStatistics, centred_in
+from narrowcast.workloads.sft.ica.signals import (
+    ChannelStatistics,
+    Signals,
+    centred_in,
+    working_dtype,
+)
 
 FEW_CHANNELS = 1024
-"""Channels whose covariance takes 8 MiB and whose eigenvectors take less than a second."""
+"""Their covariance takes 8 MiB and its eigenvectors less than a second."""
 OVERSAMPLE = 12
-"""Vectors beside those asked for; ten are usual, and a dozen fill whole registers."""
+"""Extra vectors; ten are usual, and twelve fill whole registers."""
 MAX_PASSES = 12
 TOLERANCE = 1e-3
-"""How far, relative to its variance, a direction may be from an eigenvector: an angle of about a
-thousandth, far below what noise in some ten thousand rows does to it."""
+"""Relative residual of an eigenvector, far below the noise of ten thousand rows."""
 RANK_TOLERANCE = 1e-6
-"""A variance this small beside the largest is rounding."""
+"""Relative variance that counts as rounding."""
 
 DEPENDENT = 1e-13
-"""A square of a length this small beside the largest is rounding, in float64."""
+"""Relative squared length that counts as rounding in float64."""
 
 
 @final
@@ -40,28 +40,27 @@ class Subspace:
     """Orthonormal directions of standardised channels."""
 
     basis: Tensor
-    """(channels, components)."""
+    """(channels, components)"""
     variances: Tensor
-    """(components), of the signals along them, largest first."""
+    """(components), largest first."""
     passes: int
     residual: float
-    """The largest distance of a direction from an eigenvector, relative to its variance."""
+    """Largest relative residual of a direction as an eigenvector."""
 
     @property
     def converged(self) -> bool:
-        """Whether further passes would change nothing that counts."""
         return self.residual <= TOLERANCE
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Standardised:
-    """Signals with mean 0 and, where asked for, variance 1; a constant channel is 0."""
+    """Signals with mean 0 and optionally variance 1; a constant channel is 0."""
 
     signals: Signals
     statistics: ChannelStatistics
     factor: Tensor
-    """(channels): what centred channels are multiplied by."""
+    """(channels): scale of centred channels."""
 
     @classmethod
     def of(
@@ -71,7 +70,6 @@ class Standardised:
         *,
         unit_variance: bool = True,
     ) -> "Standardised":
-        """Standardise, or only centre."""
         live = ~statistics.constant
         # Without a scale for each, one for all: results do not depend on the unit of signals.
         common = statistics.spread.square().mean().sqrt().expand_as(statistics.spread)
@@ -80,7 +78,7 @@ class Standardised:
         return cls(signals=signals, statistics=statistics, factor=factor)
 
     def centred(self) -> Iterator[Tensor]:
-        """Yield chunks less the mean, in their working dtype and in one buffer for all of them."""
+        """Yield chunks minus the mean, in one buffer."""
         mean: Tensor | None = None
         scratch: Tensor | None = None
         for chunk in self.signals:
@@ -90,7 +88,7 @@ class Standardised:
             yield scratch[: len(chunk)]
 
     def covariance_times(self, vectors: Tensor) -> Tensor:
-        """Return C times `vectors` (channels, n), in one pass; sums over chunks are in float64."""
+        """Return covariance @ vectors in one pass, summed in float64."""
         factor = self.factor.to(vectors.device, vectors.dtype)[:, None]
         scaled = factor * vectors
         total = torch.zeros_like(vectors, dtype=torch.float64)
@@ -99,7 +97,7 @@ class Standardised:
         return (total * factor / self.statistics.rows).to(vectors.dtype)
 
     def covariance(self) -> Tensor:
-        """Return C (channels, channels), in float64, in one pass."""
+        """Return the covariance in float64, in one pass."""
         total: Tensor | None = None
         for chunk in self.centred():
             product = chunk.T @ chunk
@@ -117,7 +115,7 @@ class Standardised:
 def principal_subspace(
     signals: Standardised, components: int, *, generator: torch.Generator
 ) -> Subspace:
-    """Return the directions of largest variance. Refuses more than the signals have."""
+    """Return the directions of largest variance; raise if the rank is too low."""
     rows, channels = signals.statistics.rows, len(signals.factor)
     live = int((~signals.statistics.constant).sum())
     if components > min(live, rows - 1):
@@ -184,11 +182,10 @@ def _best_in(vectors: Tensor, images: Tensor, components: int, *, passes: int) -
 
 
 def _orthonormal(block: Tensor) -> Tensor:
-    """Return orthonormal columns with the same span; of columns that depend on others, zeros.
+    """Return an orthonormal basis of the columns' span, with zeros for dependent columns.
 
-    By the eigenvectors of their products, so that what is as long as there are channels is only
-    multiplied: a GPU takes longer to decompose it than for all passes. In float64, as the products
-    have the square of the range; twice, as the first leaves what rounding did to the shortest.
+    Uses eigenvectors of the Gram matrix in float64: a QR of tall matrices is slow on a GPU. Twice,
+    because the first pass leaves rounding errors.
     """
     for _ in range(2):
         wide = block.double()

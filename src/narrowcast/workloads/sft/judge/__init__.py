@@ -1,1 +1,1 @@
-"""How good a fine-tuned model is: perplexity, answers that are right, samples, what it forgot."""
+"""Evaluation of fine-tuned models: perplexity, exact match, samples, forgetting."""

@@ -1,4 +1,4 @@
-"""What is left of tasks that were learnt one after another, and of what came before them."""
+"""Forgetting and transfer of tasks learned one after another."""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ Row = tuple[float, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracies:
-    """Accuracies of tasks in the order they were learnt, each measured after each."""
+    """Accuracies of tasks, measured after learning each of them."""
 
     matrix: tuple[Row, ...]
-    """`matrix[i][j]`: on task j, once task i has been learnt."""
+    """`matrix[i][j]`: accuracy on task j after learning task i."""
     baselines: Row = ()
-    """On each task, learnt by itself; forward transfer is measured from them."""
+    """Accuracy of each task learned alone, for forward transfer."""
 
     def __post_init__(self) -> None:
         count = len(self.matrix)
@@ -32,24 +32,18 @@ class Accuracies:
 
     @property
     def average(self) -> float:
-        """AA: over all tasks, at the end."""
+        """AA: mean accuracy over all tasks at the end."""
         return _mean(self.matrix[-1])
 
     @property
     def backward_transfer(self) -> float:
-        """BWT: what the tasks but the last have gained since they were learnt; below 0: forgotten.
-
-        NaN of a single task.
-        """
+        """BWT: mean change since a task was learned, below 0 for forgetting; NaN for one task."""
         last = self.matrix[-1]
         return _mean([last[t] - self.matrix[t][t] for t in range(len(last) - 1)])
 
     @property
     def forward_transfer(self) -> float:
-        """FWT: what the tasks but the first gained from those before them.
-
-        NaN of a single task.
-        """
+        """FWT: mean gain from earlier tasks over the baselines; NaN for one task."""
         if not self.baselines:
             raise ConfigError("Forward transfer needs baselines. Give one per task.")
         learnt = [row[t] for t, row in enumerate(self.matrix)]

@@ -1,4 +1,4 @@
-"""Text out of a model, as transformers generates it: the likeliest token, or as it is saved."""
+"""Text generation with transformers: greedy, or with the saved generation settings."""
 
 import contextlib
 import copy
@@ -24,11 +24,9 @@ def greedy(
     ends: Collection[int],
     padding: int,
 ) -> list[list[int]]:
-    """Return the tokens that follow each prompt, up to the first of `ends` or `max_new_tokens`.
+    """Return the tokens after each prompt, up to the first of `ends` or `max_new_tokens`.
 
-    Prompts of like length are computed together, filled on the left. The model's own settings of
-    generation are neither heeded nor changed, and its modes and random generators stay as they are.
-    Waits for the device.
+    Ignores the model's generation settings and leaves its modes and RNGs unchanged. Synchronises.
     """
     config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,
@@ -49,10 +47,9 @@ def generate_as_saved(
     batch_size: int,
     padding: int,
 ) -> list[list[int]]:
-    """Return the tokens that follow each prompt under the model's own generation settings.
+    """Return the tokens after each prompt with the model's generation settings; synchronises.
 
-    Only `max_new_tokens` is added to them. Settings that sample draw from a fixed seed. Waits for
-    the device.
+    Sampling uses a fixed seed.
     """
     config: Any = copy.deepcopy(model.generation_config)
     config.max_new_tokens, config.num_return_sequences = max_new_tokens, 1
@@ -89,7 +86,7 @@ def _generated(
 
 
 def context_length(model: nn.Module) -> int | None:
-    """Return how many tokens a model can be given; None where it does not say."""
+    """Return the context length of a model, if it has one."""
     room = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return room if isinstance(room, int) and room > 0 else None
 
@@ -97,7 +94,7 @@ def context_length(model: nn.Module) -> int | None:
 def require_room(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> None:
-    """Refuse prompts that are empty, or that leave no room for an answer."""
+    """Raise for prompts that are empty or too long for the model."""
     room = context_length(model)
     if any(not prompt for prompt in prompts):
         raise ConfigError("The prompt is empty. Give it at least one token.")
@@ -112,7 +109,7 @@ def require_room(
 
 
 def model_ends(model: nn.Module) -> frozenset[int]:
-    """Return the tokens that the model's own settings of generation end a text with."""
+    """Return the stop tokens of the model's generation settings."""
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     match own:
         case int():
@@ -124,7 +121,7 @@ def model_ends(model: nn.Module) -> frozenset[int]:
 
 
 def set_stop_tokens(model: Any, ends: Sequence[int]) -> None:
-    """Let a model stop at `ends` too, wherever it is loaded from what is saved of it."""
+    """Add stop tokens to the saved settings of a model."""
     own = model_ends(model)
     if not own.issuperset(ends):
         model.generation_config.eos_token_id = [*ends, *sorted(own.difference(ends))]
@@ -143,7 +140,7 @@ def _filled(
 
 @contextlib.contextmanager
 def _only(config: GenerationConfig, model: nn.Module) -> Iterator[None]:
-    """Let `config` alone decide: what it leaves open, `generate` takes from the model's own."""
+    """Use `config` alone: `generate` takes missing settings from the model's own."""
     owners: list[Any] = [m for m in model.modules() if "generation_config" in vars(m)]
     stored = [owner.generation_config for owner in owners]
     for owner in owners:
@@ -157,7 +154,7 @@ def _only(config: GenerationConfig, model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Leave compiled blocks aside: each new length of the cache would be compiled for."""
+    """Run compiled blocks eagerly: each new cache length would be compiled."""
     if "torch._dynamo" not in sys.modules:
         yield
         return

@@ -1,8 +1,7 @@
-"""A judge of one run: what it measures, when, and what it leaves in the run folder."""
+"""Evaluation tasks of a run: what is measured, when, and the files it writes."""
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -10,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from narrowcast.config.problems import shown_path
 from narrowcast.errors import ConfigError
-from narrowcast.plain_files import expand_path, stat_or_none
+from narrowcast.plain_files import expand_path
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Metric, strict_json
 from narrowcast.training.checkpoints.data_identity import fingerprint
@@ -20,61 +18,33 @@ from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import Hook
 from narrowcast.workloads.sft.data.templates import Template
 from narrowcast.workloads.sft.data.tokenised import TokenRows, padding_token
-from narrowcast.workloads.sft.judge.answers import comparison_kind
-from narrowcast.workloads.sft.judge.exact_match import ExactMatch, exact_match
+from narrowcast.workloads.sft.judge.exact_match import comparison_kind, exact_match
 from narrowcast.workloads.sft.judge.generation import context_length, generate_as_saved
 from narrowcast.workloads.sft.judge.perplexity import (
-    Perplexity,
     Window,
     encode,
     make_windows,
     perplexity_of_windows,
+    read_texts,
 )
 from narrowcast.workloads.sft.judge.prompts import Question, questions_from, sample_questions
-from narrowcast.workloads.sft.judge.samples import JUDGED, Sample, write_json, write_samples
+from narrowcast.workloads.sft.judge.report import JUDGED, Sample, write_json, write_samples
 from narrowcast.workloads.sft.judge.settings import USUAL_LENGTH, EvalTasksSection
-from narrowcast.workloads.sft.judge.texts import read_texts
 
 PERPLEXITY = Metric(name="text_perplexity")
 EXACT_MATCH = Metric(name="exact_match", better="higher", text=".1%")
 BYTES_A_TOKEN = 64
-"""Of a text that are read for each token wanted of it; tokenizers take 3 to 5."""
+"""Bytes read per token; tokenizers need 3 to 5."""
 PROBE = 32
-"""Tokens by which a model is told from itself after more steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """What was measured of a model at one time."""
-
-    perplexity: Perplexity | None = None
-    exact_match: ExactMatch | None = None
-
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers of an evaluation."""
-        results: dict[str, float] = {}
-        if self.perplexity is not None:
-            results[PERPLEXITY.name] = self.perplexity.perplexity
-        if self.exact_match is not None:
-            results[EXACT_MATCH.name] = self.exact_match.share
-        return results
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a file keeps it."""
-        info: dict[str, Any] = {}
-        if (text := self.perplexity) is not None:
-            info["perplexity"] = {**text._asdict(), "perplexity": text.perplexity}
-        if self.exact_match is not None:
-            info["exact_match"] = self.exact_match.to_json()
-        return info
+"""Tokens for the fingerprint of a model."""
 
 
 @final
 class Judge:
-    """Measures a model at some evaluations and at the end; shows what it wrote before and after.
+    """Evaluates a model during and after a run, and writes samples before and after training.
 
-    A task merges `info_metrics` and `metrics` into its own, carries `hooks`, and calls `after` when
-    it writes its results. `template` is that of the training data, and `shown` its validation rows.
+    A task merges `info_metrics` and `metrics` into its own, adds `hooks`, and calls `after` in
+    `write_results`. `shown` are the validation rows to take samples from.
     """
 
     def __init__(
@@ -87,7 +57,7 @@ class Judge:
         eval_every: int = 0,
         shown: TokenRows | None = None,
     ) -> None:
-        """Read and check all that is named; `model` says how much it can be given."""
+        """Read and check texts and questions."""
         if section.every and (not eval_every or section.every % eval_every):
             raise ConfigError(
                 f"eval_tasks.every must be a multiple of eval.every, got {section.every} and "
@@ -99,41 +69,43 @@ class Judge:
         self._questions = self._load_questions()
         self._shown = self._samples(shown)
         self._step, self._before = 0, ""
-        self._known: dict[str, Judgement] = {}
+        self._known: dict[str, dict[str, Any]] = {}
 
     def info_metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics that evaluations may have beside the task's own."""
+        """Return the metrics that evaluations may have."""
         text = (PERPLEXITY,) if self._windows else ()
         return (*text, EXACT_MATCH) if self._questions else text
 
     def metrics(self, model: nn.Module) -> dict[str, float]:
-        """Return what is measured at this evaluation: nothing, unless it is time to."""
+        """Return the metrics if an evaluation is due, else nothing."""
         every = self._section.every
         due = self._step >= self._steps or (every > 0 and self._step % every == 0)
-        return self._judgement(model).metrics() if due else {}
+        results = self._judgement(model) if due else {}
+        metrics = {}
+        if "perplexity" in results:
+            metrics[PERPLEXITY.name] = results["perplexity"]["perplexity"]
+        if "exact_match" in results:
+            metrics[EXACT_MATCH.name] = results["exact_match"]["share"]
+        return metrics
 
     def before(self, model: nn.Module) -> None:
-        """Measure a model and let it answer, before the first step."""
+        """Measure the model and generate samples before the first step."""
         texts = self._answers(model)
-        measured = self._judgement(model).to_json() if self._section.before else None
+        measured = self._judgement(model) if self._section.before else None
         self._before = strict_json.dumps({"texts": texts, "measured": measured})
 
     def after(self, model: nn.Module, folder: Path) -> None:
-        """Write what was measured and what is answered now beside what was before.
-
-        What an evaluation has measured of this very model is not measured again.
-        """
+        """Write results and samples; an evaluation of the same weights is reused."""
         before = strict_json.loads(self._before) if self._before else {}
         if self._section.measures:
-            measured = self._judgement(model).to_json()
-            message = {"before": before.get("measured"), "after": measured}
-            write_json(folder / JUDGED, message)
+            results = {"before": before.get("measured"), "after": self._judgement(model)}
+            write_json(folder / JUDGED, results)
         if self._shown:
             known = before.get("texts") or [""] * len(self._shown)
             write_samples(folder, self._compared(known, self._answers(model)))
 
     def hooks(self) -> tuple[Hook, ...]:
-        """Return what a task carries so that the judge knows the step, over a resume too."""
+        """Return hooks that count steps and survive a resume."""
         if not self._section.measures and not self._shown:
             return ()
         return (
@@ -147,7 +119,7 @@ class Judge:
         )
 
     def digest(self) -> str:
-        """Return a text that is another one for other texts or questions to judge on."""
+        """Return a fingerprint of texts and questions."""
         arrays = [np.array(window.tokens) for window in self._windows]
         arrays += [np.array(question.prompt) for question in self._questions]
         answers = "\0".join(question.reference for question in self._questions)
@@ -164,19 +136,20 @@ class Judge:
     def _load(self, state: dict[str, Any]) -> None:
         self._step, self._before = int(state["step"]), str(state["before"])
 
-    def _judgement(self, model: nn.Module) -> Judgement:
-        """Measure a model, or return what was measured of it: with other weights it says others."""
+    def _judgement(self, model: nn.Module) -> dict[str, Any]:
+        """Return the results for a model, cached by its fingerprint."""
         if not self._section.measures:
-            return Judgement()
+            return {}
         key = self._fingerprint(model)
         if key not in self._known:
             self._known[key] = self._measured(model)
         return self._known[key]
 
-    def _measured(self, model: nn.Module) -> Judgement:
-        section, text, answers = self._section, None, None
+    def _measured(self, model: nn.Module) -> dict[str, Any]:
+        section, results = self._section, dict[str, Any]()
         if self._windows:
             text = perplexity_of_windows(model, self._windows, batch_size=section.batch_size)
+            results["perplexity"] = {**text._asdict(), "perplexity": text.perplexity}
         if self._questions:
             answers = exact_match(
                 model,
@@ -186,11 +159,12 @@ class Judge:
                 max_new_tokens=section.max_new_tokens,
                 batch_size=section.batch_size,
             )
-        return Judgement(perplexity=text, exact_match=answers)
+            results["exact_match"] = answers.to_json()
+        return results
 
     @torch.no_grad()
     def _fingerprint(self, model: nn.Module) -> str:
-        """Return a text that is another one where weights, masks or adapters are others."""
+        """Return a hash of logits, which depend on weights, masks and adapters."""
         first = self._windows[0].tokens if self._windows else self._questions[0].prompt
         ids = torch.tensor([first[:PROBE]], device=next(model.parameters()).device)
         with in_eval_mode(model):
@@ -240,23 +214,19 @@ class Judge:
         if section.exact_match is None:
             return []
         path = expand_path(section.exact_match)
-        _require_there(path)
         result = questions_from(path, self._template, most=section.exact_match_rows)
         comparison_kind(
             section.exact_match_by, [(each.reference, each.location) for each in result]
         )
+        most = section.max_new_tokens
         for each in result:
-            self._require_room(each)
+            if self._room is not None and len(each.prompt) + most > self._room:
+                raise ConfigError(
+                    f"eval_tasks.exact_match: {each.location} has a prompt of {len(each.prompt)} "
+                    f"tokens; with eval_tasks.max_new_tokens={most} it exceeds the model's "
+                    f"{self._room} tokens. Write a smaller max_new_tokens, or remove the row."
+                )
         return result
-
-    def _require_room(self, question: Question) -> None:
-        longest, most = len(question.prompt), self._section.max_new_tokens
-        if self._room is not None and longest + most > self._room:
-            raise ConfigError(
-                f"eval_tasks.exact_match: {question.location} has a prompt of {longest} tokens; "
-                f"with eval_tasks.max_new_tokens={most} it exceeds the model's {self._room} "
-                "tokens. Write a smaller max_new_tokens, or remove the row."
-            )
 
     def _samples(self, rows: TokenRows | None) -> list[Question]:
         if rows is None or not self._section.samples:
@@ -267,19 +237,6 @@ class Judge:
 
     @property
     def _sample_tokens(self) -> int:
-        """Tokens of a sample: half of what a small model can be given is the prompt's."""
+        """At most half of the context length."""
         most = self._section.max_new_tokens
         return most if self._room is None else min(most, max(self._room // 2, 1))
-
-
-def _require_there(path: Path) -> None:
-    try:
-        if stat_or_none(path) is not None:
-            return
-        why = "no such file"
-    except OSError as error:
-        why = f"it cannot be read: {error.strerror}"
-    raise ConfigError(
-        f"eval_tasks.exact_match={shown_path(path)}: {why}. Write the path of a .json, .jsonl, "
-        ".csv or .parquet file of questions with answers."
-    )

@@ -1,50 +1,102 @@
-"""Perplexity of plain text: how many tokens a model wavers between, on average.
+"""Perplexity of plain text.
 
-A text is cut into windows that overlap. Every token but the first of the text is predicted once,
-from the tokens of its window before it: at least `overlap` of them, at most `length` - 1.
+A text is split into overlapping windows. Every token except the first is predicted once, from at
+least `overlap` and at most `length` - 1 earlier tokens.
 """
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from narrowcast.config.problems import Problems, shown_path
 from narrowcast.errors import ConfigError
+from narrowcast.plain_files import open_plain
 from narrowcast.training.evaluation import in_eval_mode
+from narrowcast.workloads.sft.data.sources import match_files
+
+
+class Text(NamedTuple):
+    """A text and its path."""
+
+    path: Path
+    text: str
+
+
+def read_texts(names: tuple[str, ...], *, most_bytes: int) -> list[Text]:
+    """Return at least the first `most_bytes` bytes of each file; one error lists all problems."""
+    problems, paths, matches = Problems(), list[Path](), list[Text]()
+    for name in names:
+        matched = match_files(name, problems, example="*.txt")
+        paths += matched or ()
+        if matched is None:
+            problems.add(f"{shown_path(name)}: no such file")
+    for path in dict.fromkeys(paths):
+        try:
+            matches.append(Text(path, _beginning(path, most_bytes)))
+        except ConfigError as error:
+            problems.add(str(error))
+    if problems:
+        lines = [f"eval_tasks.perplexity: {line}" for line in problems.lines()]
+        advice = "Write eval_tasks.perplexity=FILE, a path or glob of UTF-8 text."
+        raise ConfigError("\n".join([*lines, advice]))
+    return matches
+
+
+def _beginning(path: Path, most_bytes: int) -> str:
+    shown = shown_path(path)
+    try:
+        with io.BufferedReader(open_plain(path, follow=True)) as file:
+            data = file.read(most_bytes)
+            # A character that was cut is read to its end.
+            while data and (more := file.peek(1)[:1]) and more[0] & 0xC0 == 0x80:
+                data += file.read(1)
+    except OSError as error:
+        raise ConfigError(f"{shown} cannot be read: {error.strerror}.") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{shown} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}. Convert "
+            "it (iconv -f latin1 -t utf-8), or decompress it."
+        ) from error
+    if "\0" in text:
+        raise ConfigError(f"{shown} is a binary file: zero byte at {data.index(0)}.")
+    if not text.strip():
+        raise ConfigError(f"{shown} has only whitespace." if data else f"{shown} is empty.")
+    return text
+
 
 AT_ONCE = 2**26
-"""Numbers of logits that are brought to fp32 at once: 256 MiB."""
+"""Logits cast to fp32 at once: 256 MiB."""
 
 
 class Perplexity(NamedTuple):
-    """What a model makes of a text."""
+    """Perplexity of a text."""
 
     nats: float
-    """Per token that was predicted: the mean of the negative log-likelihood."""
+    """Mean negative log-likelihood per predicted token."""
     tokens: int
-    """That were predicted."""
 
     @property
     def perplexity(self) -> float:
-        """The exponential of that mean."""
         return math.exp(self.nats) if self.nats < 709 else math.inf
 
 
 class Window(NamedTuple):
-    """Tokens to give a model, of which the first `known` are not predicted."""
+    """Tokens, of which the first `known` are not predicted."""
 
     tokens: tuple[int, ...]
     known: int
 
 
 def make_windows(tokens: Sequence[int], *, length: int, overlap: int = 1) -> list[Window]:
-    """Cut a text into windows of `length` tokens, each beginning with `overlap` of the one before.
-
-    The last may be shorter.
-    """
+    """Split a text into windows of `length` tokens that overlap by `overlap`."""
     if not 1 <= overlap < length:
         raise ConfigError(
             f"overlap must be between 1 and {length - 1} for windows of {length} tokens, got "
@@ -58,7 +110,7 @@ def make_windows(tokens: Sequence[int], *, length: int, overlap: int = 1) -> lis
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text, with what the tokenizer puts before any."""
+    """Return the tokens of a text, including those the tokenizer puts first."""
     return list(tokenizer(text, verbose=False)["input_ids"])
 
 
@@ -72,10 +124,7 @@ def perplexity(
     tokens: int | None = None,
     batch_size: int = 1,
 ) -> Perplexity:
-    """Return the perplexity of the first `tokens` tokens of a text, or of each of several.
-
-    No window reaches over two texts. Waits for the device.
-    """
+    """Return the perplexity of the first `tokens` tokens of each text; synchronises."""
     texts = [text] if isinstance(text, str) else text
     cut = [encode(tokenizer, each)[:tokens] for each in texts]
     windows = [w for each in cut for w in make_windows(each, length=length, overlap=overlap)]
@@ -86,7 +135,7 @@ def perplexity(
 def perplexity_of_windows(
     model: nn.Module, windows: Sequence[Window], *, batch_size: int = 1
 ) -> Perplexity:
-    """Return the perplexity of windows, summed in fp64. Waits for the device."""
+    """Return the perplexity of windows, summed in fp64; synchronises."""
     device = next(model.parameters()).device
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
     with in_eval_mode(model):
@@ -104,7 +153,7 @@ def perplexity_of_windows(
 
 
 def _surprise(logits: Tensor, ids: Tensor, known: Tensor) -> Tensor:
-    """Return the sum of the negative log-likelihoods of what is not known, in fp64."""
+    """Return the sum of negative log-likelihoods in fp64."""
     total = torch.zeros((), dtype=torch.float64, device=ids.device)
     step = max(AT_ONCE // logits.shape[-1], 1)
     for row, targets, first in zip(logits, ids, known.tolist(), strict=True):
@@ -117,7 +166,7 @@ def _surprise(logits: Tensor, ids: Tensor, known: Tensor) -> Tensor:
 
 
 def _batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]]:
-    """Yield windows of one length together, so that nothing has to be filled."""
+    """Yield windows of equal length together, without padding."""
     ordered = sorted(windows, key=lambda window: -len(window.tokens))
     for _, group in groupby(ordered, key=lambda window: len(window.tokens)):
         same = list(group)

@@ -1,4 +1,4 @@
-"""What a model is asked: the prompt as training writes it, and how an answer ends."""
+"""Prompts as rendered in training, and how responses end."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, takewhile
@@ -9,21 +9,29 @@ import numpy as np
 
 from narrowcast.config.problems import shortened
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.data.chat import Piece, chat_pieces, special_texts
-from narrowcast.workloads.sft.data.conversation import Conversation, Turn
-from narrowcast.workloads.sft.data.formats import Conversations, detected
-from narrowcast.workloads.sft.data.judging import require_characters
-from narrowcast.workloads.sft.data.rows import Row, read_rows
+from narrowcast.workloads.sft.data.formats import Conversation, Conversations, Turn, detected
 from narrowcast.workloads.sft.data.settings import Columns
-from narrowcast.workloads.sft.data.templates import Template, Written
-from narrowcast.workloads.sft.data.tokenised import TokenRows, first_tokens, learnt_tokens
+from narrowcast.workloads.sft.data.sources import Row, read_rows
+from narrowcast.workloads.sft.data.templates import (
+    Piece,
+    Template,
+    Written,
+    chat_pieces,
+    special_texts,
+)
+from narrowcast.workloads.sft.data.tokenised import (
+    TokenRows,
+    first_tokens,
+    learnt_tokens,
+    require_characters,
+)
 
 ANSWER = "the-answer-stands-here"
-"""Written in place of a response, to find where one begins and what follows it."""
+"""Placeholder for a response, to find where it starts and what follows."""
 
 
 class Question(NamedTuple):
-    """A prompt, and what was to be answered."""
+    """A prompt and its reference answer."""
 
     prompt: tuple[int, ...]
     reference: str
@@ -34,19 +42,18 @@ class Ending(NamedTuple):
     """How a template ends a response."""
 
     token: int | None
-    """The special token that does; None where words come first."""
+    """The special token, or None if text comes first."""
     text: str
-    """Those words."""
 
 
 def questions_from(path: Path, template: Template, *, most: int) -> list[Question]:
-    """Return the first questions of a file, in the formats that data to train on has."""
+    """Return the first questions of a file in any training format."""
     read = iter(Conversations(_known(read_rows(path)), "auto", Columns()))
     return [make_question(each, template) for each in islice(read, most)]
 
 
 def make_question(conversation: Conversation, template: Template) -> Question:
-    """Return the prompt of the last response, as the template writes it, and that response."""
+    """Return the prompt before the last response, and that response."""
     require_characters(conversation)
     *before, last = conversation.turns
     if last.role != "assistant" or not last.text.strip():
@@ -59,7 +66,7 @@ def make_question(conversation: Conversation, template: Template) -> Question:
 
 
 def response_ending(template: Template) -> Ending:
-    """Return what follows a response, up to the end of what is learnt."""
+    """Return what follows a response, up to the end of the loss."""
     request = (Turn("user", "a"), Turn("assistant", ANSWER))
     pieces, at = _placed(Conversation(request, "a response"), template)
     ending = pieces[at].text.rpartition(ANSWER)[2]
@@ -72,7 +79,7 @@ def response_ending(template: Template) -> Ending:
 
 
 def stop_tokens(template: Template) -> tuple[int, ...]:
-    """Return the tokens that end what is learnt: the end of a turn, if it has one, and the eos."""
+    """Return the end-of-turn token, if any, and the eos token."""
     eos = int(template.tokenizer.eos_token_id)
     try:
         token = response_ending(template).token
@@ -84,10 +91,7 @@ def stop_tokens(template: Template) -> tuple[int, ...]:
 def sample_questions(
     rows: TokenRows, tokenizer: Any, *, count: int, room: int | None
 ) -> list[Question]:
-    """Return the prompts and responses of a few rows, from all over them, that fit into `room`.
-
-    A row's last response is asked for. Where all of it is learnt, it is continued from its middle.
-    """
+    """Return prompts and last responses of rows that fit; plain text is split in half."""
     fit = [
         split
         for number in range(len(rows))
@@ -116,7 +120,7 @@ def _shown(rows: TokenRows, tokenizer: Any, number: int, at: int) -> Question:
 
 
 def _split(rows: TokenRows, number: int) -> tuple[int, int] | None:
-    """Return a row and where its answer begins: the last stretch that is learnt."""
+    """Return a row and the start of its last response."""
     _, learnt = rows.row(number)
     if learnt[1:].all():
         return (number, len(learnt) // 2) if len(learnt) > 1 else None
@@ -126,11 +130,10 @@ def _split(rows: TokenRows, number: int) -> tuple[int, int] | None:
 
 
 def _tokens_before(conversation: Conversation, template: Template) -> tuple[int, ...]:
-    """Return the tokens that training reads before it learns the last response.
+    """Return the tokens before the last response, as in training.
 
-    A blank that ends a prompt may be the beginning of a response's first token, as in "? Yes"; it
-    is then for the model to write, as it was in training. So the text is tokenised with a response
-    after it, and always the same: a prompt must not depend on its answer.
+    The text is tokenised with a fixed placeholder after it: a trailing space of the prompt may
+    belong to the first token of the response, as in "? Yes", and must not depend on the answer.
     """
     pieces, at = _placed(conversation, template)
     marked = tuple(Piece(piece.text, n == at) for n, piece in enumerate(pieces[: at + 1]))
@@ -144,7 +147,7 @@ def _tokens_before(conversation: Conversation, template: Template) -> tuple[int,
 
 
 def _placed(conversation: Conversation, template: Template) -> tuple[list[Piece], int]:
-    """Return a conversation as it is written, and which piece of it begins the last response."""
+    """Return the rendered pieces, and the index of the one with the last response."""
     pieces = list(_pieces(conversation, template))
     places = [n for n, piece in enumerate(pieces) if piece.learnt and ANSWER in piece.text]
     if not places:
@@ -164,7 +167,7 @@ def _pieces(conversation: Conversation, template: Template) -> Iterator[Piece]:
 
 
 def decode_answers(answers: Sequence[Sequence[int]], tokenizer: Any, ending: Ending) -> list[str]:
-    """Return answers as text, each up to what ends a response."""
+    """Return answers as text, up to the template's end of a response."""
     written = [str(tokenizer.decode(each, skip_special_tokens=True)) for each in answers]
     if ending.text:
         written = [text.partition(ending.text)[0] for text in written]

@@ -1,23 +1,62 @@
-"""Report sections: evaluation and samples, before and after training."""
+"""Samples and metrics before and after training: files of the run folder, report sections."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowcast.runs import Record, ReportSection
+from narrowcast.runs import ReportSection, strict_json
 from narrowcast.runs.peek import peek_json
 from narrowcast.runs.strict_json import NONFINITE
-from narrowcast.workloads.sft.judge.samples import (
-    JUDGED,
-    MOST_BYTES,
-    SAMPLES,
-    Sample,
-    read_samples,
-)
+from narrowcast.runs.writing import written_atomically
+
+SAMPLES, JUDGED = "samples.json", "judged.json"
+MOST_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A prompt with its responses and reference."""
+
+    prompt: str
+    before: str
+    after: str
+    reference: str
+
+
+def write_samples(folder: Path, samples: Sequence[Sample]) -> None:
+    """Write samples to the run folder atomically."""
+    write_json(folder / SAMPLES, {"samples": [asdict(sample) for sample in samples]})
+
+
+def read_samples(folder: Path) -> list[Sample] | None:
+    """Return the samples of a run folder, or None if missing or damaged."""
+    match peek_json(folder / SAMPLES, most_bytes=MOST_BYTES):
+        case {"samples": [*found]}:
+            read = [_parse_sample(each) for each in found]
+            return None if None in read else [each for each in read if each is not None]
+        case _:
+            return None
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file atomically."""
+    text = strict_json.dumps(value, indent=1) + "\n"
+    with written_atomically(path, hint="free what is in the way, and resume the run") as extra:
+        extra.write_text(text, encoding="utf-8")
+
+
+def _parse_sample(value: Any) -> Sample | None:
+    match value:
+        case {"prompt": str(), "before": str(), "after": str(), "reference": str()}:
+            return Sample(**value) if len(value) == 4 else None
+        case _:
+            return None
+
 
 LONGEST_SHOWN = 4000
-"""Characters of a text; the file has all of it."""
+"""Characters per text; the file has all of it."""
 
 _CARD = (
     "border:1px solid var(--line);border-radius:0.5rem;padding:0.75rem 1rem;"
@@ -29,7 +68,7 @@ _TEXT = (
 _SHADE = {"prompt": "var(--quiet)", "reference": "var(--good)"}
 
 
-def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
+def sections(folder: Path) -> list[ReportSection]:
     """Return metrics before and after training, and samples side by side."""
     return [*_measures(folder), *_samples(folder)]
 

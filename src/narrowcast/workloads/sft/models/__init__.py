@@ -1,1 +1,1 @@
-"""Models of transformers: found, made, given adapters, and saved as others load them."""
+"""Models of transformers: load, adapt and save."""

@@ -1,46 +1,207 @@
-"""The model of a recipe before any training: its weights in the format they begin in, adapters on.
+"""The model of a recipe before training: loaded, quantized if requested, with adapters.
 
-The base is frozen in fewer bits before it goes to its device, which then never holds the wide one.
+The base is quantized before it moves to its device, which never holds the full weights.
 """
 
-from collections.abc import Mapping
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+from torch import nn
 
+from narrowcast.config.problems import shortened
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import detect_hardware
 from narrowcast.numerics import plain_format
+from narrowcast.precision.quantized_frozen import Products
+from narrowcast.precision.weights.frozen_base import dequantize_frozen, quantize_frozen
 from narrowcast.workloads.sft.attention import separate_conversations
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.models.loading import load_model
-from narrowcast.workloads.sft.models.lora import add_adapters
-from narrowcast.workloads.sft.models.quantised import (
-    BITSANDBYTES,
-    check_mergeable,
-    dequantized_base,
-    keep_base,
-    loading_options,
-)
 from narrowcast.workloads.sft.settings import LoraSection, SftModel
+
+BITSANDBYTES = ("int8", "nf4", "fp4")
+"""Formats of bitsandbytes."""
+
+
+def loading_options(base: str, *, device: torch.device, compute: torch.dtype) -> dict[str, Any]:
+    """Return the options of `from_pretrained` for bitsandbytes; `compute` is the matmul dtype."""
+    if base not in BITSANDBYTES:
+        return {}
+    _check_bitsandbytes(base, device)
+    from transformers import BitsAndBytesConfig
+
+    make: Any = BitsAndBytesConfig  # has no types in transformers
+    if base == "int8":
+        made = make(load_in_8bit=True)
+    else:
+        made = make(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=base,
+            bnb_4bit_use_double_quant=True,  # of the scales too: 0.4 bits a weight less
+            bnb_4bit_compute_dtype=compute,
+        )
+    # bitsandbytes quantises as it loads, on the device it will compute on.
+    return {"quantization_config": made, "device_map": {"": str(device)}}
+
+
+def keep_base(model: Any, *, products: Products = "auto") -> dict[str, float]:
+    """Quantize the frozen weights to e4m3; return the SNR of each layer in dB."""
+    return quantize_frozen(model, "e4m3", products=products)
+
+
+def dequantized_base(model: Any, base: str) -> Any:
+    """Return the base with the quantized values as plain weights, for merging."""
+    if base == "e4m3":
+        model.requires_grad_(False)
+        quantize_frozen(model, base)
+        dequantize_frozen(model)
+    return model
+
+
+def check_mergeable(model: Any) -> None:
+    """Raise for weights of bitsandbytes, which would quantize the sum again."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    matches = sorted(kinds & {"Linear8bitLt", "Linear4bit"})
+    if matches:
+        raise UnsupportedError(
+            "Adapters cannot be merged into a base quantized by bitsandbytes "
+            f"({', '.join(matches)}): the merged weights would be quantized again. Keep the "
+            "adapter (lora.merge_adapter_with_base=false), or load the base in 16 bits "
+            "(model.base_dtype=bf16) and merge into that."
+        )
+
+
+def _check_bitsandbytes(base: str, device: torch.device) -> None:
+    instead = "write model.base_dtype=e4m3, which runs anywhere in 8 bits, or model.base_dtype=bf16"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UnsupportedError(
+            f"model.base_dtype={base} needs bitsandbytes, which is not installed. Run pip install "
+            f"bitsandbytes, or {instead}."
+        )
+    try:
+        result: Any = importlib.import_module("bitsandbytes")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"model.base_dtype={base} needs bitsandbytes, which cannot be imported: "
+            f"{shortened(str(error), 200)}. Install a build for this machine, or {instead}."
+        ) from error
+    if device.type not in {"meta", *getattr(result, "supported_torch_devices", ("cuda",))}:
+        raise UnsupportedError(
+            f"model.base_dtype={base} is not supported by bitsandbytes on {device.type}. Instead, "
+            f"{instead}."
+        )
+
+
+def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
+    """Freeze a model and add LoRA adapters to its linear layers."""
+    import peft
+
+    targets = _targets(model, settings)
+    if settings.merge_adapter_with_base:
+        _check_not_tied(model, targets)
+    config: Any = peft.LoraConfig(
+        r=settings.lora_r,
+        lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # it divides
+        lora_dropout=settings.lora_dropout,
+        target_modules=list(targets),
+        bias=settings.lora_bias,
+        fan_in_fan_out=_are_turned(model, targets),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        try:
+            adapted = peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise UnsupportedError(
+                f"peft cannot add adapters to {', '.join(targets)}: {shortened(str(error), 300)}. "
+                "Write other layers in lora.lora_target_modules."
+            ) from error
+    return adapted.train()
+
+
+def _check_not_tied(model: Any, targets: Sequence[str]) -> None:
+    """Raise if merging would change a weight shared with another module."""
+    holders: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(weight), []).append(name.rpartition(".")[0])
+    for names in holders.values():
+        tied = [name for name in names if name.rpartition(".")[2] in targets]
+        if tied and len(names) > 1:
+            others = ", ".join(name for name in names if name != tied[0])
+            raise ConfigError(
+                f"lora.merge_adapter_with_base=true would also change {others}, whose weight is "
+                f"tied to {tied[0]}. Remove {tied[0].rpartition('.')[2]} from "
+                "lora.lora_target_modules, or write lora.merge_adapter_with_base=false."
+            )
+
+
+def adapted(model: Any) -> tuple[str, ...]:
+    """Return the last names of the layers with adapters."""
+    result = model.targeted_module_names
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in result))
+
+
+def _are_turned(model: Any, targets: Sequence[str]) -> bool:
+    """Return whether target layers are Conv1D, as in GPT-2."""
+    from transformers.pytorch_utils import Conv1D
+
+    named = model.named_modules()
+    return any(isinstance(m, Conv1D) and n.rpartition(".")[2] in targets for n, m in named)
+
+
+def _linear_names(model: Any) -> dict[str, int]:
+    """Return the last names of linear layers except the head."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    counted: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and module is not head:
+            last = name.rpartition(".")[2]
+            counted[last] = counted.get(last, 0) + 1
+    return counted
+
+
+def _targets(model: Any, settings: LoraSection) -> tuple[str, ...]:
+    """Return the names of layers that get adapters, or raise if one does not exist."""
+    known = _linear_names(model)
+    if not settings.targets:
+        if not known:
+            raise UnsupportedError(
+                f"{type(model).__name__} has no linear layers besides its head to add adapters to. "
+                "Write model.tune=full."
+            )
+        return tuple(known)
+    names = [name for name, _ in model.named_modules()]
+    for target in settings.targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise ConfigError(
+                f"lora.lora_target_modules must name linear layers, got {target}. The linear "
+                f"layers are {', '.join(known)}."
+            )
+    return settings.targets
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Built:
-    """A model that is ready to be trained."""
+    """A model ready for training."""
 
     model: Any
     bounded: bool
-    """Whether its attention is told where the conversations of a row end."""
+    """Whether its attention mask is `conversation_bounds`."""
     quantized: Mapping[str, float]
-    """Of each layer whose frozen weight is kept in e4m3: what of it is left, in dB."""
+    """SNR in dB by quantized layer."""
 
 
 def build_model(recipe: Recipe, *, device: torch.device) -> Built:
-    """Return what is trained, on a device; on the meta device only its shapes."""
+    """Return the model on a device; only shapes on the meta device."""
     settings, lora = recipe.section(SftModel), recipe.section(LoraSection)
     # What is missing here comes before what does not go together.
     loading_options(settings.base_dtype, device=device, compute=torch.float32)
@@ -62,18 +223,14 @@ def build_model(recipe: Recipe, *, device: torch.device) -> Built:
 
 
 def base_to_merge(recipe: Recipe) -> Any:
-    """Return the base as adapters were trained beside it, in fp32 on the CPU."""
+    """Return the base that adapters were trained with, in fp32 on the CPU."""
     cpu = torch.device("cpu")
     model = _loaded(recipe, device=cpu, on=cpu).float()
     return dequantized_base(model, recipe.section(SftModel).base_dtype)
 
 
 def _bound(model: Any, recipe: Recipe, device: torch.device) -> bool:
-    """Let a model be told where the conversations of a row end, where that is of use.
-
-    It is for packed rows. On a GPU it is for others too: left to itself, transformers looks at the
-    positions of every batch to find out, and the host waits for that.
-    """
+    """Use `conversation_bounds` for packed rows, and on a GPU, where transformers synchronises."""
     packing = recipe.section(SftData).packing
     if recipe.section(SftModel).attn_implementation != "auto":
         return False
@@ -90,7 +247,7 @@ def _bound(model: Any, recipe: Recipe, device: torch.device) -> bool:
 
 
 def check_merge(settings: SftModel, lora: LoraSection) -> None:
-    """Refuse at once what could not be done at the end."""
+    """Raise if adapters are to be merged into weights of bitsandbytes."""
     if settings.base_dtype in BITSANDBYTES and lora.merge_adapter_with_base:
         raise ConfigError(
             "lora.merge_adapter_with_base=true is not possible with "
@@ -122,7 +279,7 @@ def _loaded(recipe: Recipe, *, device: torch.device, on: torch.device) -> Any:
 
 
 def _dtype(recipe: Recipe, *, device: torch.device) -> torch.dtype | None:
-    """Return what weights begin in: fp32 if trained; frozen, as asked or as the files have them."""
+    """Return the initial dtype, None for that of the files; trained weights are fp32."""
     settings = recipe.section(SftModel)
     if settings.tune == "full":
         return torch.float32

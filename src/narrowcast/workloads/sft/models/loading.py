@@ -1,7 +1,6 @@
 """A causal language model and its tokenizer, from a folder, a .gguf file or the Hub.
 
-Nothing is unpickled, and nothing is made up: a weight that the files lack is an error, where
-transformers would give it random numbers.
+Nothing is unpickled. Missing weights raise; transformers would initialise them randomly.
 """
 
 import re
@@ -16,9 +15,60 @@ import torch
 from narrowcast.config.problems import shortened
 from narrowcast.config.workload import require_modules
 from narrowcast.errors import ConfigError, UnsupportedError
-from narrowcast.workloads.sft.data.chat import special_texts
-from narrowcast.workloads.sft.models.tiny import tiny_config, tiny_tokenizer
+from narrowcast.workloads.sft.data.templates import special_texts
 from narrowcast.workloads.sft.settings import TINY
+
+CONTEXT = 512
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML."""
+
+
+def tiny_tokenizer() -> Any:
+    """Return a byte tokenizer with three special tokens and a chat template."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE({sign: i for i, sign in enumerate(alphabet)}, []))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    fast: Any = transformers.PreTrainedTokenizerFast
+    tokenizer = fast(
+        tokenizer_object=bytes_only,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",  # a sign, no secret
+        additional_special_tokens=["<|im_start|>"],
+        model_max_length=CONTEXT,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_config() -> Any:
+    """Return the config: four layers of width 128, a million parameters."""
+    from transformers import LlamaConfig
+
+    tokenizer = tiny_tokenizer()
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.08,  # near 1 / sqrt(128): from 0.02 no sum is right at step 200
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+
 
 _Loaded = TypeVar("_Loaded")
 
@@ -33,20 +83,18 @@ class ModelLocation:
     """Where a model is."""
 
     name: str
-    """As the recipe has it."""
     folder: str
-    """What transformers is given: a folder, or a name on the Hub."""
+    """A folder, or a name on the Hub."""
     gguf: str | None = None
-    """The file in that folder, if it is one."""
+    """The file in that folder, if any."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """What transformers is told beside."""
         return {} if self.gguf is None else {"gguf_file": self.gguf}
 
 
 def locate_model(name: str) -> ModelLocation:
-    """Return where a model is; refuse a folder that holds none."""
+    """Return where a model is, or raise."""
     path = Path(name).expanduser()
     result = _kind(path)
     if result == "folder":
@@ -71,7 +119,7 @@ def locate_model(name: str) -> ModelLocation:
 def load_tokenizer(
     name: str, *, trust_remote_code: bool = False, eos_token: str | None = None
 ) -> Any:
-    """Return the tokenizer of a model, with `eos_token` in place of its own where one is named."""
+    """Return the tokenizer of a model, optionally with another eos token."""
     tokenizer = _tokenizer(name, trust_remote_code=trust_remote_code)
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
@@ -106,7 +154,7 @@ def _tokenizer(name: str, *, trust_remote_code: bool) -> Any:
 
 
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the shape of a model."""
+    """Return the config of a model."""
     if name == TINY:
         return tiny_config()
     from transformers import AutoConfig
@@ -129,10 +177,9 @@ def load_model(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """Return a causal language model in `dtype`, or in what its files have, ready to train.
+    """Return a causal language model in `dtype`, or that of its files; only shapes on meta.
 
-    On the meta device only its shape is read. `options` go to transformers; `seed` is for the
-    model that is made on the spot.
+    `options` go to transformers; `seed` is for the tiny model.
     """
     import transformers
 
@@ -217,7 +264,7 @@ def _in_folder(name: str, path: Path) -> ModelLocation:
 
 
 def _loaded(load: Callable[[], _Loaded], what: str) -> _Loaded:
-    """Load something, and say in one line why it cannot be."""
+    """Call a loader and raise one-line errors."""
     try:
         with quiet():
             return load()
@@ -267,10 +314,7 @@ def _check_weights_exist(name: str, info: Any) -> None:
 
 
 def _forget_gguf(model: Any) -> None:
-    """Let a model be saved that was read from .gguf: its weights are plain by now.
-
-    transformers 5.22 refuses to save one that says it is quantised.
-    """
+    """Make a model from .gguf saveable: transformers 5.22 raises for quantized ones."""
     if "quantization_config" in model.config.__dict__:
         del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
@@ -278,7 +322,7 @@ def _forget_gguf(model: Any) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from drawing bars and warning beside our own lines."""
+    """Silence the progress bars and warnings of transformers."""
     import transformers
 
     logging: Any = transformers.utils.logging

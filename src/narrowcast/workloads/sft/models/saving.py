@@ -1,4 +1,4 @@
-"""What is left of a run: folders that `from_pretrained` of transformers and peft load."""
+"""Save folders that `from_pretrained` of transformers and peft loads."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast.config.sections import Recipe
 from narrowcast.numerics import plain_format
-from narrowcast.workloads.sft.models.loading import quiet
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.training.checkpoints.export import tied_names
+from narrowcast.workloads.sft.models.base import base_to_merge
+from narrowcast.workloads.sft.models.loading import load_config, quiet
+from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
 
 def save_model(
@@ -21,7 +26,7 @@ def save_model(
     generation: Any = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write a whole model, by the names its own class has for its weights."""
+    """Write a full model with the weight names of its class."""
     import transformers
 
     causal: Any = transformers.AutoModelForCausalLM
@@ -39,7 +44,7 @@ def save_model(
 def save_adapter(
     model: Any, weights: Mapping[str, Tensor], folder: Path, *, tokenizer: Any
 ) -> None:
-    """Write the adapters of a model of peft, with all their digits."""
+    """Write the adapters of a peft model in full precision."""
     with quiet():
         model.save_pretrained(folder, state_dict=dict(weights), save_embedding_layers=False)
         tokenizer.save_pretrained(folder)
@@ -48,10 +53,7 @@ def save_adapter(
 def save_merged(
     base: Any, adapter: Path, folder: Path, *, tokenizer: Any, dtype: torch.dtype
 ) -> None:
-    """Write a model with the adapters of a folder merged into it.
-
-    `base` is the model as it was frozen, in fp32: what is rounded is the sum, once.
-    """
+    """Merge an adapter into the fp32 base and write it, rounded once."""
     from peft import PeftModel
 
     with quiet():
@@ -63,7 +65,7 @@ def save_merged(
 
 
 def saved_dtype(name: str, config: Any) -> torch.dtype:
-    """Return what a model is saved in: the format of that name, or what its files had."""
+    """Return the dtype to save in."""
     if name == "auto":
         dtype: torch.dtype | None = config.dtype
         return dtype or torch.float32
@@ -74,3 +76,50 @@ def saved_dtype(name: str, config: Any) -> torch.dtype:
 
 def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.detach().to("cpu", dtype if weight.is_floating_point() else weight.dtype)
+
+
+MODEL = "final_model"
+ADAPTER = "adapter"
+MERGED = "merged_model"
+
+
+def weights_folder(recipe: Recipe) -> str:
+    """Return the folder of the trained weights, the full model if there is one."""
+    if recipe.section(SftModel).tune == "full":
+        return MODEL
+    return MERGED if recipe.section(LoraSection).merge_adapter_with_base else ADAPTER
+
+
+def write_models(folder: Path, prepared: Prepared, recipe: Recipe, *, tokenizer: Any) -> None:
+    """Write the model folders of a run."""
+    settings = recipe.section(SftModel)
+    model: Any = prepared.model
+    config = load_config(settings.path, trust_remote_code=settings.trust_remote_code)
+    dtype = saved_dtype(settings.save_dtype, config)
+    if settings.tune == "full":
+        config.eos_token_id = getattr(model.config, "eos_token_id", None)
+        save_model(
+            config,
+            _untied(prepared),
+            folder / MODEL,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            generation=model.generation_config,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        return
+    adapter = folder / ADAPTER
+    save_adapter(model, prepared.engine.weights.full_by_name(), adapter, tokenizer=tokenizer)
+    if recipe.section(LoraSection).merge_adapter_with_base:
+        base = base_to_merge(recipe)
+        base.generation_config = model.generation_config
+        base.config.eos_token_id = getattr(model.config, "eos_token_id", None)
+        save_merged(base, adapter, folder / MERGED, tokenizer=tokenizer, dtype=dtype)
+
+
+def _untied(prepared: Prepared) -> dict[str, Tensor]:
+    """Return all weights, without duplicates of tied ones."""
+    tied = tied_names(prepared.model)
+    return {
+        name: w for name, w in prepared.engine.weights.full_by_name().items() if name not in tied
+    }

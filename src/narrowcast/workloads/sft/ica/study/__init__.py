@@ -1,1 +1,1 @@
-"""What networks are found on and judged by: documents, and a model without some channels."""
+"""Ablation studies of functional networks."""

@@ -1,36 +1,130 @@
-"""`ablate`: a model with its networks silenced, beside the same with channels drawn by chance."""
+"""`ablate`: the loss of a model with its networks silenced, compared with random masks."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.ica.arguments import check_number, check_type, check_whole
+from narrowcast.training.evaluation import in_eval_mode
+from narrowcast.workloads.sft.data.packing import IGNORED
 from narrowcast.workloads.sft.ica.entry import check_fit
 from narrowcast.workloads.sft.ica.masks import Masks, random_like
-from narrowcast.workloads.sft.ica.networks import Channels, FunctionalNetworks
+from narrowcast.workloads.sft.ica.networks import (
+    Channels,
+    FunctionalNetworks,
+    check_number,
+    check_type,
+    check_whole,
+)
 from narrowcast.workloads.sft.ica.study.ablation import (
     Ablation,
     Interval,
     KeepOnlyResult,
     Lesion,
+    Level,
     Versus,
 )
-from narrowcast.workloads.sft.ica.study.bootstrap import difference
-from narrowcast.workloads.sft.ica.study.scores import Document, Scores, learnt, score
+
+TIMES = 4000
+BOUNDS = (2.5, 97.5)
+Sums = NDArray[np.float64]
+
+
+def difference(one: Sums, others: Sums, tokens: Sums, *, seed: int) -> Interval:
+    """Return the difference of mean losses with a bootstrap interval over documents and masks.
+
+    `one` (documents) and `others` (masks, documents) are sums of losses per document.
+    """
+    chance = np.random.default_rng(seed)
+    documents, masks = len(one), len(others)
+    drawn = chance.multinomial(documents, np.full(documents, 1 / documents), size=TIMES)
+    weights = drawn / (drawn @ tokens)[:, None]  # (times, documents)
+    chosen = chance.multinomial(masks, np.full(masks, 1 / masks), size=TIMES) / masks
+    rest = ((weights @ others.T) * chosen).sum(1)
+    low, high = np.percentile(weights @ one - rest, BOUNDS)
+    value = (one.sum() - others.mean(0).sum()) / tokens.sum()
+    return Interval(value=float(value), low=float(low), high=float(high))
+
+
+MOST_TOKENS = 2048
+"""Per batch, because logits over a large vocabulary need much memory."""
+Document: TypeAlias = Mapping[str, Tensor]
+"""`input_ids` and unshifted `labels`, (1, tokens) each."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scores:
+    """Sums per document, (documents)."""
+
+    losses: Sums
+    hits: Sums
+    tokens: Sums
+
+    @property
+    def level(self) -> Level:
+        count = self.tokens.sum()
+        return Level(loss=float(self.losses.sum() / count), accuracy=float(self.hits.sum() / count))
+
+
+@torch.no_grad()
+def score(model: nn.Module, documents: Sequence[Document]) -> Scores:
+    """Return losses and hits of a model on documents; synchronises."""
+    device = next(model.parameters()).device
+    with in_eval_mode(model):
+        matches = [_scored(model, batch, device) for batch in _batches(documents)]
+    losses, hits, tokens = torch.cat(matches, 1).cpu().numpy()
+    return Scores(losses=np.array(losses), hits=np.array(hits), tokens=np.array(tokens))
+
+
+def learnt(document: Document) -> int:
+    """Return the number of predicted tokens of a document."""
+    return int((document["labels"][:, 1:] != IGNORED).sum())
+
+
+def _batches(documents: Sequence[Document]) -> Iterator[dict[str, Tensor]]:
+    """Yield neighbours of equal length together, without padding."""
+    waiting: list[Document] = []
+    for document in documents:
+        length = document["input_ids"].shape[1]
+        others = {each["input_ids"].shape[1] for each in waiting}
+        if waiting and (others != {length} or (len(waiting) + 1) * length > MOST_TOKENS):
+            yield _joined(waiting)
+            waiting = []
+        waiting.append(document)
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(documents: Sequence[Document]) -> dict[str, Tensor]:
+    return {name: torch.cat([each[name] for each in documents]) for name in documents[0]}
+
+
+def _scored(model: Any, batch: Document, device: torch.device) -> Tensor:
+    """Return losses, hits and tokens per document, (3, documents)."""
+    settings = {name: each.to(device) for name, each in batch.items() if name != "labels"}
+    labels = batch["labels"][:, 1:].to(device)
+    logits = model(**settings, use_cache=False).logits[:, :-1].float()
+    losses = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED
+    ).view_as(labels)
+    counted = labels != IGNORED
+    hits = (logits.argmax(-1) == labels) & counted
+    return torch.stack([each.double().sum(1) for each in (losses, hits, counted)])
+
 
 RANDOM_MASKS = 39
-"""With 39, a lesion beyond all of them has a two-sided p of 2/40: the fewest that can say anything
-at 5 %."""
+"""The fewest for p = 0.05: a network beyond all 39 has a two-sided p of 2/40."""
 SHARE = 0.15
-"""What the first such study compared with: 15 % of the channels at random."""
+"""As in the first such study."""
 MOST_POINTS = 12
-"""Of the curve of what networks keep alive."""
 Progress: TypeAlias = Callable[[int, int], None]
-"""Gets how many passes over the documents are done, and how many there are."""
+"""Receives the passes done and their total."""
 
 
 def ablate(
@@ -49,12 +143,11 @@ def ablate(
     name: str = "",
     progress: Progress = lambda done, total: None,
 ) -> Ablation:
-    """Measure what a model loses with networks, all or some; deterministic from the seed.
+    """Measure the loss of a model without networks, compared with random masks.
 
-    Compares with random masks of as many channels in each layer, and with masks of a larger share,
-    as many of them unless `share_masks` says how many.
-    `one_by_one`: each network as well. `keep`: of how many of the first networks it is measured
-    what they keep alive; none: of one, two and so on. The model is given back as it was.
+    Random masks have as many channels per layer, or `share` of them (`share_masks` masks).
+    `one_by_one` also tests single networks. `keep` lists how many of the first networks to keep
+    alone. The model is unchanged afterwards, and the result depends only on the seed.
     """
     check_type("networks", networks, FunctionalNetworks, "FunctionalNetworks")
     check_whole("random_masks", random_masks, least=1)
@@ -94,7 +187,7 @@ def ablate(
 
 @final
 class _Bench:
-    """A model whose channels are silenced one way after another."""
+    """Measures a model under different masks."""
 
     def __init__(
         self,
@@ -120,7 +213,7 @@ class _Bench:
     def lesion(
         self, components: Sequence[int], random_masks: int, *, tests: int = 1
     ) -> tuple[Lesion, Scores]:
-        """Silence networks, and then random channels in their place."""
+        """Silence networks, and random channels instead."""
         channels = self._networks.channels(components)
         scores = self._silenced(channels)
         result = Lesion(
@@ -135,7 +228,7 @@ class _Bench:
     def versus(
         self, scores: Scores, like: Channels, random_masks: int, *, tests: int = 1
     ) -> Versus:
-        """Set a lesion beside random masks of as many channels in each layer."""
+        """Compare scores with random masks of as many channels per layer."""
         width = self._networks.layout.width
         drawn = [random_like(like, width, generator=self._chance) for _ in range(random_masks)]
         others = [self._silenced(channels) for channels in drawn]
@@ -150,7 +243,7 @@ class _Bench:
         )
 
     def keep_only(self, components: Sequence[int]) -> KeepOnlyResult:
-        """Silence all channels that were looked at but those of networks."""
+        """Silence all other analysed channels."""
         channels = self._networks.channels(components)
         scores = self._silenced(self._networks.others(channels))
         return KeepOnlyResult(
@@ -161,7 +254,7 @@ class _Bench:
         )
 
     def share_of_each(self, share: float) -> Mapping[int, tuple[int, ...]]:
-        """Return a share of the channels of each layer; how many is what counts."""
+        """Return a share of the channels of each layer, of which only the number counts."""
         count = max(1, round(share * self._networks.layout.width))
         return {layer: tuple(range(count)) for layer in self._networks.layout.layers}
 
@@ -198,7 +291,7 @@ def _check_sample_size(documents: Sequence[Document], share: float) -> None:
 
 
 def _points(count: int) -> list[int]:
-    """Return how many networks are kept, point by point, up to all of them."""
+    """Return the numbers of networks to keep."""
     if count <= MOST_POINTS:
         return list(range(1, count + 1))
     return sorted({round(each) for each in np.geomspace(1, count, MOST_POINTS)})

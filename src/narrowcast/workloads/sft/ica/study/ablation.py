@@ -1,41 +1,37 @@
-"""An ablation as a value: what a model loses with its networks, and with channels drawn by chance.
-
-The standard library only: a report draws it where torch is not.
-"""
+"""Results of an ablation; needs neither torch nor numpy, so that reports can read them."""
 
 import dataclasses
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, final, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, final
 
 from narrowcast.errors import ConfigError
 from narrowcast.plain_files import read_plain
 from narrowcast.runs import strict_json
 from narrowcast.runs.writing import replace_file
+from narrowcast.workloads.sft.ica.networks_file import read_typed
 
 FORMAT = "narrowcast.ablation.1"
 SIGNIFICANT = 0.05
 Answer: TypeAlias = Literal["more", "less", "not shown"]
-_Value = TypeVar("_Value")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """How well a model predicts the next token."""
+    """Next-token loss and accuracy."""
 
     loss: float
-    """Nats a token."""
+    """Nats per token."""
     accuracy: float
-    """Share of tokens that were the most likely one."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A number, and between what it is in 95 of 100 samples like this one."""
+    """A value with its 95 % interval."""
 
     value: float
     low: float
@@ -48,43 +44,38 @@ class Interval:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Versus:
-    """A lesion beside random ones."""
+    """An ablation compared with random masks."""
 
     channels: int
-    """That each of them silences."""
+    """Per random mask."""
     masks: tuple[Level, ...]
     difference: Interval
-    """Of losses: the lesion's less the mean of the random ones, over the same documents."""
+    """Loss minus the mean loss of the random masks."""
     at_least: int
-    """Random masks with a loss as high or higher."""
+    """Random masks with at least this loss."""
     at_most: int
-    """Random masks with a loss as low or lower."""
+    """Random masks with at most this loss."""
     tests: int = 1
-    """Lesions that are tested together, each as one of so many."""
+    """Tests that p is corrected for."""
 
     @property
     def p(self) -> float:
-        """The chance of a rank this extreme, at either end, if the lesion were a random mask.
-
-        Two-sided, and multiplied by the number of tests (Bonferroni): calls of random networks in
-        any of the tests are no more frequent than this.
-        """
+        """Two-sided p of the rank among random masks, times the number of tests (Bonferroni)."""
         rank = 1 + min(self.at_least, self.at_most)
         return min(1.0, 2 * self.tests * rank / (1 + len(self.masks)))
 
     @property
     def fewest_masks(self) -> int:
-        """Random masks that it takes for a lesion beyond all of them to be significant."""
+        """Random masks needed to reach significance."""
         return math.ceil(2 * self.tests / SIGNIFICANT) - 1
 
     @property
     def mean_loss(self) -> float:
-        """Of the random masks."""
         return sum(level.loss for level in self.masks) / len(self.masks)
 
     @property
     def answer(self) -> Answer:
-        """Whether the lesion costs more than chance would; less; or neither could be shown."""
+        """Whether the loss is significantly higher or lower than with random masks."""
         if self.p > SIGNIFICANT:
             return "not shown"
         if self.difference.low > 0 and self.at_least < self.at_most:
@@ -96,21 +87,21 @@ class Versus:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Lesion:
-    """Networks silenced."""
+    """Silenced networks."""
 
     components: tuple[int, ...]
     channels: int
     level: Level
     cost: Interval
-    """The loss above that of the whole model."""
+    """Loss above that of the full model."""
     equal: Versus
-    """Beside random channels, as many in each layer."""
+    """Against random masks with as many channels per layer."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class KeepOnlyResult:
-    """All channels silenced but those of the first networks."""
+    """Only the first networks kept."""
 
     components: int
     channels: int
@@ -121,7 +112,7 @@ class KeepOnlyResult:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """What was measured; `verdict` says what it means."""
+    """Results of an ablation."""
 
     model: str
     data: str
@@ -130,21 +121,21 @@ class Ablation:
     tokens: int
     seed: int
     channels: int
-    """Of all layers that were looked at."""
+    """Analysed channels."""
     whole: Level
-    """Nothing silenced."""
+    """The full model."""
     lesion: Lesion
-    """All the networks that were asked about, together."""
+    """All requested networks together."""
     share: float
-    """Of the channels of each layer, drawn by chance to compare with."""
+    """Share of channels in the larger random masks."""
     larger: Versus
-    """The same lesion beside random masks of that share."""
+    """The same lesion against random masks of that share."""
     each: tuple[Lesion, ...] = ()
-    """The networks one by one."""
+    """Single networks."""
     preserve: tuple[KeepOnlyResult, ...] = ()
 
     def verdict(self) -> str:
-        """Return whether the networks matter more than random ones, in a few sentences."""
+        """Return the conclusion in a few sentences."""
         result, versus = self.lesion, self.lesion.equal
         what = (
             f"ablating {_components(result.components)}, {result.channels:,} of {self.channels:,} "
@@ -173,17 +164,16 @@ class Ablation:
         return f"{meaning}: {what}. {known}."
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
 
 def save_ablation(ablation: Ablation, path: Path) -> None:
-    """Write an ablation; a file of that name is replaced only once all is written."""
+    """Write an ablation atomically."""
     replace_file(path, (strict_json.dumps(ablation.to_json(), indent=1) + "\n").encode())
 
 
 def load_ablation(path: Path) -> Ablation:
-    """Read what `save_ablation` wrote."""
+    """Read a file of `save_ablation` or `narrowcast ica ablate`."""
     try:
         value = strict_json.loads(read_plain(path).decode())
     except OSError as error:
@@ -195,27 +185,12 @@ def load_ablation(path: Path) -> Ablation:
             f"{path} is not an ablation. Use a file written by `narrowcast ica ablate`."
         )
     try:
-        return _read(value, Ablation)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        ablation: Ablation = read_typed(value, Ablation, "")
+    except ConfigError as error:
         raise ConfigError(
-            f"{path} is not a complete ablation ({error!r}). Run `narrowcast ica ablate` again."
+            f"{path} is not a complete ablation: {error} Run `narrowcast ica ablate` again."
         ) from None
-
-
-def _read(value: Any, kind: type[_Value]) -> _Value:
-    """Make a value of plain data by its types."""
-    if get_origin(kind) is tuple:
-        return kind(_read(each, get_args(kind)[0]) for each in value)  # type: ignore[call-arg]
-    if dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
-        if set(value) != set(hints):
-            raise ValueError(f"{kind.__name__} has {', '.join(sorted(value))}")
-        return kind(**{name: _read(value[name], hint) for name, hint in hints.items()})
-    if kind is float and isinstance(value, str | int | float) and not isinstance(value, bool):
-        return float(value)  # type: ignore[return-value]  # words stand for what is not finite
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
+    return ablation
 
 
 def _components(numbers: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Documents of files: windows of a text, or conversations of rows; some of them, by the seed."""
+"""Documents drawn from files: windows of text, or conversations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,25 +14,24 @@ from narrowcast.plain_files import expand_path, read_plain
 from narrowcast.workloads.sft.data.packing import IGNORED
 from narrowcast.workloads.sft.data.prepare import prepare_data
 from narrowcast.workloads.sft.data.settings import SftData, may_be_on_the_hub
-from narrowcast.workloads.sft.ica.study.scores import Document
+from narrowcast.workloads.sft.ica.study.ablate import Document
 
 TEXT = (".txt", ".md")
-"""Endings of files that are text and nothing else."""
+"""Suffixes of plain text."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Documents:
-    """What was drawn, and what there is to tell of it."""
+    """Drawn documents and notes."""
 
     documents: tuple[Document, ...]
     available: int
-    """Documents there were to draw from."""
+    """Number of documents to draw from."""
     notes: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """Of all that were drawn."""
         return sum(each["input_ids"].numel() for each in self.documents)
 
 
@@ -45,10 +44,7 @@ def draw_documents(
     tokens: int | None = None,
     seed: int = 0,
 ) -> Documents:
-    """Draw documents of at most `max_length` tokens, in their order, and `tokens` in all.
-
-    Every token of a text is predicted, and of a conversation those that would be learnt.
-    """
+    """Draw documents of up to `max_length` tokens, and up to `tokens` in total."""
     plain = [expand_path(path).suffix.lower() in TEXT for path in paths]
     if not paths or (any(plain) and not all(plain)):
         raise ConfigError(
@@ -73,7 +69,7 @@ def check_documents(paths: Sequence[str]) -> None:
 
 
 def document(ids: Sequence[int], learnt: Sequence[bool] | None = None) -> Document:
-    """Return tokens as a document; all but the first are predicted, or those that are `learnt`."""
+    """Return tokens as a document; all but the first are predicted, or those marked `learnt`."""
     tokens = torch.tensor(ids)[None]
     if learnt is None:
         return {"input_ids": tokens, "labels": tokens}
@@ -81,19 +77,19 @@ def document(ids: Sequence[int], learnt: Sequence[bool] | None = None) -> Docume
 
 
 def model_inputs(documents: Sequence[Document]) -> list[dict[str, Tensor]]:
-    """Return what a model is called with to listen to it."""
+    """Return documents without labels."""
     return [{k: v for k, v in each.items() if k != "labels"} for each in documents]
 
 
 def context_length(model: nn.Module) -> int | None:
-    """Return how many tokens a model of transformers takes, where it says so."""
+    """Return the context length of a model, if it has one."""
     config = getattr(model, "config", None)
     result = getattr(config, "max_position_embeddings", None)
     return result if isinstance(result, int) else None
 
 
 def check_tokens(documents: Sequence[Document], model: Any) -> None:
-    """Refuse tokens that the model has no embedding for: the tokenizer is another model's."""
+    """Raise if the model has no embedding for a token."""
     table = model.get_input_embeddings().weight.shape[0]
     highest = max(int(each["input_ids"].max()) for each in documents)
     if highest >= table:
@@ -137,7 +133,7 @@ def _conversations(
 
 
 def _within(rows: Sequence[Document], tokens: int | None) -> Sequence[Document]:
-    """Return documents up to so many tokens; the last is cut, unless nothing is left to predict."""
+    """Return documents up to a number of tokens; the last is cut."""
     if tokens is None:
         return rows
     result, left = [], tokens

@@ -1,8 +1,13 @@
-"""Networks and ablations as SVG, in the colours of the page."""
+"""Networks and ablations as report sections and as a page, with SVG charts."""
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
 
+from narrowcast.runs import ReportSection
 from narrowcast.runs.report_drawing import (
     GRID,
     INK,
@@ -19,21 +24,67 @@ from narrowcast.runs.report_drawing import (
 )
 from narrowcast.runs.report_drawing import drawing as svg
 from narrowcast.runs.report_drawing import legend as svg_legend
+from narrowcast.workloads.sft.ica import text
 from narrowcast.workloads.sft.ica.networks import FunctionalNetworks
-from narrowcast.workloads.sft.ica.page.text import named
-from narrowcast.workloads.sft.ica.study.ablation import Ablation, Interval
+from narrowcast.workloads.sft.ica.networks_file import load_networks
+from narrowcast.workloads.sft.ica.study.ablation import Ablation, Interval, load_ablation
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #fdfdfb; --sunk: #f4f4f0; --ink: #1d2429;
+  --quiet: #5b666e; --line: #b9bdbb; --grid: #ececea; --series: #1b5e8f; --group0: #1b5e8f;
+  --group1: #b3500f; --group2: #1a6a45; --group3: #6a3f96; --group4: #a31f15; --group5: #7d5400;
+  --group6: #96306f; --group7: #4a5760; }
+@media screen and (prefers-color-scheme: dark) { :root { --paper: #14181b; --sunk: #1b2024;
+  --ink: #e7e9e8; --quiet: #a0abb2; --line: #4a555b; --grid: #262d31; --series: #7fbdea;
+  --group0: #7fbdea; --group1: #f2a45f; --group2: #7dd3a5; --group3: #cbaaf0; --group4: #ff9d92;
+  --group5: #eec166; --group6: #f0a3d0; --group7: #b5c0c7; } }
+body { margin: 0 auto; padding: 2.5rem clamp(1rem, 4vw, 2.5rem) 3rem; max-width: 74rem;
+  background: var(--paper); color: var(--ink); font: 1rem/1.5 Inter, system-ui, sans-serif;
+  font-variant-numeric: tabular-nums; }
+h1 { font-size: 1.75rem; line-height: 1.25; } h2 { font-size: 1.25rem; margin-top: 2.5rem; }
+h3 { font-size: .9375rem; margin: 1.5rem 0 .5rem; }
+.note { color: var(--quiet); font-size: .875rem; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; }
+th, td { padding: .25rem .875rem .25rem 0; text-align: left; border-bottom: 1px solid var(--grid); }
+th { color: var(--quiet); font-weight: 500; } .number { text-align: right; }
+.legend { display: flex; flex-wrap: wrap; gap: .375rem 1.5rem; padding: 0; list-style: none;
+  font-size: .875rem; }
+.swatch { display: inline-block; width: .75rem; height: .75rem; margin-right: .5rem;
+  border-radius: .1875rem; vertical-align: -.0625rem; }
+"""
+
+
+def page(title: str, sections: list[ReportSection]) -> str:
+    """Return a page without scripts or external files."""
+    body = "\n".join(f"<h2>{escape(each.title)}</h2>\n{each.html}" for each in sections)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)} – narrowcast</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+{body}
+</body>
+</html>
+"""
+
 
 WIDTH, MOST_PIXELS = 960, 1200
 LEFT, RIGHT, TOP, BOTTOM = 112, 16, 8, 34
 THINNEST = 1.4
-"""A mark that can be seen, in units of the drawing."""
+"""Minimum width of a mark."""
 MOST_CELLS = 24
-"""Components up to which a matrix has numbers in its cells."""
+"""Components up to which a matrix shows numbers."""
 BAR_ROW = 34
 
 
 def channel_map(networks: FunctionalNetworks) -> str:
-    """Draw which channels of which layers belong to which network."""
+    """Draw the channels of each network by layer."""
     layout = networks.layout
     row = max(7.0, min(16.0, 480 / len(layout.layers)))
     height = row * len(layout.layers)
@@ -62,7 +113,7 @@ def channel_map(networks: FunctionalNetworks) -> str:
 
 
 def legend(networks: FunctionalNetworks) -> str:
-    """Name the colours of the map."""
+    """Return the legend of the channel map."""
     return svg_legend(
         (colour(number), f"component {component}, {networks.size(component):,}")
         for number, component in enumerate(networks.components)
@@ -70,7 +121,7 @@ def legend(networks: FunctionalNetworks) -> str:
 
 
 def sizes_by_layer(networks: FunctionalNetworks) -> str:
-    """Draw how many channels of each layer each network has."""
+    """Draw the number of channels per component and layer."""
     layers = networks.layout.layers
     counts = [
         [len(networks.networks[component].get(layer, ())) for layer in layers]
@@ -101,7 +152,7 @@ def overlap(networks: FunctionalNetworks) -> str:
 
 
 def ablation_bars(ablation: Ablation) -> str:
-    """Draw the added loss of each ablation with its interval, and each random mask as a dot."""
+    """Draw the added loss of each ablation with its interval, and random masks as dots."""
     lesions = (ablation.lesion, *ablation.each)
     chance = [[mask.loss - ablation.whole.loss for mask in each.equal.masks] for each in lesions]
     larger = [mask.loss - ablation.whole.loss for mask in ablation.larger.masks]
@@ -118,7 +169,7 @@ def ablation_bars(ablation: Ablation) -> str:
     fills = [QUIET, *(colour(number) for number in range(len(ablation.each)))]
     for number, lesion in enumerate(lesions):
         y = TOP + BAR_ROW * number
-        marks.append(text_mark(LEFT - 8, y + 19, named(lesion), anchor="end"))
+        marks.append(text_mark(LEFT - 8, y + 19, text.named(lesion), anchor="end"))
         marks += _bar(x, lesion.cost, y, fills[number])
         marks.append(_chance(x, chance[number], y + 23))
     last = bottom - BAR_ROW
@@ -130,7 +181,7 @@ def ablation_bars(ablation: Ablation) -> str:
 
 
 def preserve_curve(ablation: Ablation) -> str:
-    """Draw the loss with only the first networks kept, by the number of their channels."""
+    """Draw the loss with only the first networks kept."""
     levels, whole = ablation.preserve, ablation.whole.loss
     losses = [whole, *(each.level.loss for each in levels)]
     x = Scale(0, max(each.channels for each in levels) or 1, LEFT, WIDTH - RIGHT)
@@ -150,7 +201,6 @@ def preserve_curve(ablation: Ablation) -> str:
 
 
 def _bar(x: Scale, cost: Interval, y: float, fill: str) -> list[str]:
-    """Draw a bar from zero, and its interval."""
     start, end = sorted((x(0), x(cost.value)))
     thick = "stroke-width:1.5"
     return [
@@ -174,7 +224,7 @@ def _matrix(
     form: str,
     widest: float = WIDTH,
 ) -> str:
-    """Draw numbers as shades, with the numbers themselves if there is room."""
+    """Draw numbers as shades, with labels if there is room."""
     width = min(widest, (WIDTH - LEFT - RIGHT) / len(columns))
     high = 24 if len(rows) <= MOST_CELLS else max(6.0, 576 / len(rows))
     written = high >= 20 and width >= 24
@@ -200,3 +250,86 @@ def _matrix(
 
 def _drawing(marks: Iterable[str], height: float, alt: str) -> str:
     return svg(marks, width=WIDTH, height=height, alt=alt, most=MOST_PIXELS)
+
+
+def networks_section(networks: FunctionalNetworks) -> ReportSection:
+    """Return charts and a table of networks."""
+    about, *notes = text.about(networks)
+    parts = [f"<p>{escape(about)}.</p>", channel_map(networks), legend(networks)]
+    parts += [_noted(note) for note in notes]
+    parts.append(_table(*text.network_rows(networks)))
+    parts += ["<h3>Channels per component and layer</h3>", sizes_by_layer(networks)]
+    if len(networks.components) > 1:
+        parts += ["<h3>Overlap of networks (IoU)</h3>", overlap(networks)]
+    return ReportSection(title="Functional networks", html="\n".join(parts))
+
+
+def ablation_section(ablation: Ablation) -> ReportSection:
+    """Return charts and a table of an ablation."""
+    parts = [
+        f"<p>{escape(ablation.verdict())}</p>",
+        ablation_bars(ablation),
+        _noted(
+            f"Bars show ablated networks with 95 % intervals over {ablation.documents} documents. "
+            "Dots show random masks with the same number of channels per layer."
+        ),
+        _table(*text.ablation_rows(ablation)),
+    ]
+    if ablation.preserve:
+        parts += ["<h3>Only the first networks kept</h3>", preserve_curve(ablation)]
+        parts.append(_noted("The dashed line is the full model."))
+    return ReportSection(title="Ablation of each network", html="\n".join(parts))
+
+
+def masked_section(measured: Mapping[str, Any]) -> ReportSection:
+    """Return metrics with and without masks."""
+    names = [name for name in measured["masked"] if name in measured["lifted"]]
+    rows = [
+        [name, f"{float(measured['masked'][name]):.4f}", f"{float(measured['lifted'][name]):.4f}"]
+        for name in names
+    ]
+    said = (
+        f"The run was trained and evaluated with masks ({measured['mode']}). The saved model has "
+        "no masks; its metrics are in the right column."
+    )
+    head = ["metric", "with masks", "without masks"]
+    return ReportSection(
+        title="Evaluation with and without masks", html=f"<p>{escape(said)}</p>{_table(head, rows)}"
+    )
+
+
+def _noted(note: str) -> str:
+    return f'<p class="note">{escape(note)}</p>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    kinds = [' class="number"' if each else "" for each in text.numeric(rows)]
+
+    def cells(row: Sequence[str], tag: str) -> str:
+        scope = ' scope="col"' if tag == "th" else ""
+        return "".join(
+            f"<{tag}{scope}{kind}>{escape(cell)}</{tag}>"
+            for cell, kind in zip(row, kinds, strict=True)
+        )
+
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table><thead><tr>{cells(head, "th")}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+NETWORKS, MASKED, ABLATION = "networks.json", "masked.json", "ablation.json"
+"""Files in the run folder."""
+
+
+def sections(folder: Path) -> list[ReportSection]:
+    """Return the sections that the run folder has files for."""
+    result = []
+    if (folder / NETWORKS).exists():
+        result.append(networks_section(load_networks(folder / NETWORKS)))
+    if (folder / MASKED).exists():
+        result.append(masked_section(json.loads((folder / MASKED).read_text(encoding="utf-8"))))
+    if (folder / ABLATION).exists():
+        result.append(ablation_section(load_ablation(folder / ABLATION)))
+    return result

@@ -1,4 +1,4 @@
-"""Networks and ablations as text: columns that line up, and sentences."""
+"""Networks and ablations as text for a terminal."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,10 @@ from narrowcast.workloads.sft.ica.study.ablation import Ablation, Lesion, Versus
 
 _OF_NUMBERS = frozenset("-–0123456789.,%e+")
 MOST_LAYERS = 6
-"""Layers of a network that a row has room for."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows in aligned columns, numbers right-aligned."""
+    """Return rows as aligned columns, numbers right-aligned."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     right = numeric(rows)
 
@@ -26,12 +25,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def numeric(rows: Sequence[Sequence[str]]) -> list[bool]:
-    """Return for each column whether it holds only numbers."""
+    """Return for each column whether it has only numbers."""
     return [all(set(cell) <= _OF_NUMBERS for cell in column) for column in zip(*rows, strict=True)]
 
 
 def network_rows(networks: FunctionalNetworks) -> tuple[list[str], list[list[str]]]:
-    """Return the head and rows of the table of components."""
+    """Return head and rows of the table of components."""
     head = ["component", "channels", "explained", "negentropy", "stability", "largest layers"]
     rows = []
     for component in networks.components:
@@ -64,12 +63,12 @@ def about(networks: FunctionalNetworks) -> list[str]:
 
 
 def network_lines(networks: FunctionalNetworks) -> list[str]:
-    """Write networks for a terminal."""
+    """Return networks as lines for a terminal."""
     return [*about(networks), "", *table(*network_rows(networks))]
 
 
 def ablation_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
-    """Return the head and rows of the table of ablations and random masks."""
+    """Return head and rows of the table of ablations."""
     head = [
         "ablated",
         "channels",
@@ -97,7 +96,7 @@ def ablation_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
 
 
 def preserved_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
-    """Return the head and rows of the table of networks kept alone."""
+    """Return head and rows of the table of networks kept alone."""
     head = ["networks kept", "channels", "loss", "accuracy", "added loss [95 %]"]
     return head, [
         [
@@ -137,7 +136,7 @@ def ablation_lines(ablation: Ablation) -> list[str]:
 
 
 def _one_by_one(ablation: Ablation) -> list[str]:
-    """List the single networks that differ from random masks, with p corrected for all tests."""
+    """Return which single networks differ from random masks."""
     if not ablation.each:
         return []
     first = ablation.each[0].equal
@@ -158,7 +157,7 @@ def _one_by_one(ablation: Ablation) -> list[str]:
 
 
 def named(lesion: Lesion) -> str:
-    """Name the components of a lesion."""
+    """Return the name of a lesion's components."""
     numbers = lesion.components
     if len(numbers) == 1:
         return f"component {numbers[0]}"

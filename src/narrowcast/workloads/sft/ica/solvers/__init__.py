@@ -1,1 +1,0 @@
-"""Solvers: rotations of white signals that make them independent."""
