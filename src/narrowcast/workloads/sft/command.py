@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from narrowcast.workloads.sft.ica.study.documents import Documents
 
 
+LINE_SECONDS = 2.0
+"""Between progress lines if stderr is not a terminal."""
+CONTEXT = 512
+"""Tokens per document, unless the model's context is shorter."""
+SELECTORS = ("percentile", "zscore", "top_k")
+
+
 def device_named(name: str) -> str:
     """Return the device, or raise if it is not available."""
     import torch
@@ -36,19 +43,15 @@ def device_named(name: str) -> str:
 
 def make_selector(options: Mapping[str, Any]) -> "Selector":
     """Return the selector from --percentile, --zscore or --top-k."""
-    from narrowcast.workloads.sft.ica.selection import Percentile, TopK, ZScore
+    from narrowcast.workloads.sft.ica.selection import selector_from
 
-    named = [name for name in ("percentile", "zscore", "top_k") if options[name] is not None]
+    named = [name for name in SELECTORS if options[name] is not None]
     if len(named) > 1:
         terms = " and ".join(f"--{name.replace('_', '-')}" for name in named)
         raise ConfigError(f"{terms} cannot be combined. Keep one.")
     if options["two_sided"] and options["zscore"] is None:
         raise ConfigError("--two-sided needs --zscore. Add --zscore, or leave --two-sided out.")
-    if options["zscore"] is not None:
-        return ZScore(options["zscore"], two_sided=options["two_sided"])
-    if options["top_k"] is not None:
-        return TopK(options["top_k"])
-    return Percentile(98.0 if options["percentile"] is None else options["percentile"])
+    return selector_from(**{name: options[name] for name in (*SELECTORS, "two_sided")})
 
 
 def numbers_in(text: str | None) -> list[int] | None:
@@ -80,58 +83,41 @@ def write(path: Path, text: str) -> None:
         raise ConfigError(f"{path} cannot be written: {explain_write_error(error)}.") from None
 
 
-LINE_SECONDS = 2.0
-"""Between progress lines if stderr is not a terminal."""
-CONTEXT = 512
-"""Tokens per document, unless the model's context is shorter."""
-DTYPES = click.Choice(["float32", "float16", "bfloat16"])
+DTYPES = ["float32", "float16", "bfloat16"]
 
 
-@click.group()
+@click.group(context_settings={"show_default": True})
 def ica() -> None:
     """Find, show and test functional networks of a language model."""
 
 
-_MODEL = click.argument("model")
-_DATA = click.argument("data", nargs=-1, required=True)
 _SHARED = (
-    click.option(
-        "--samples",
-        type=click.IntRange(1),
-        default=100,
-        show_default=True,
-        help="Number of documents: windows of a text, or rows.",
-    ),
+    click.argument("model"),
+    click.argument("data", nargs=-1, required=True),
+    click.option("--samples", type=click.IntRange(1), default=100, help="Number of documents."),
     click.option("--tokens", type=click.IntRange(2), help="Maximum tokens of all documents."),
     click.option(
         "--max-length",
         type=click.IntRange(2),
         help=f"Maximum tokens per document.  [default: {CONTEXT}, or the model's context]",
     ),
-    click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True),
-    click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, …"),
-    click.option(
-        "--model-dtype",
-        type=DTYPES,
-        default="float32",
-        show_default=True,
-        help="Dtype of the model.",
-    ),
+    click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0),
+    click.option("--device", default="auto", help="cpu, cuda, cuda:1, …"),
+    click.option("--model-dtype", type=click.Choice(DTYPES), default="float32"),
 )
 
 
 def _shared(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options for documents and device."""
+    """Add the arguments and options of both commands that run a model."""
     for option in reversed(_SHARED):
         command = option(command)
     return command
 
 
 @ica.command()
-@_MODEL
-@_DATA
-@click.option("-o", "--output", default="networks.json", show_default=True, help="File to write.")
-@click.option("--components", type=click.IntRange(1), default=5, show_default=True)
+@_shared
+@click.option("-o", "--output", default="networks.json", help="File to write.")
+@click.option("--components", type=click.IntRange(1), default=5)
 @click.option("--percentile", type=float, help="Select channels at or above it.  [default: 98]")
 @click.option("--zscore", type=float, help="Instead: standard deviations above the mean.")
 @click.option("--two-sided", is_flag=True, help="With --zscore: also as far below the mean.")
@@ -139,30 +125,18 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--layers", help="Such as 0,3,7 or 0:4,9:.  [default: all]")
 @click.option(
     "--dtype",
-    type=click.Choice(["none", "auto", "float32", "float16", "bfloat16"]),
+    type=click.Choice(["none", "auto", *DTYPES]),
     default="none",
-    show_default=True,
     help="Dtype in which signals are stored.",
 )
-@click.option(
-    "--site",
-    type=click.Choice(["mlp_output", "down_input"]),
-    default="mlp_output",
-    show_default=True,
-)
-@click.option(
-    "--solver",
-    type=click.Choice(["picard", "parallel", "deflation"]),
-    default="picard",
-    show_default=True,
-)
-@click.option("--restarts", type=click.IntRange(1), default=4, show_default=True)
-@click.option("--max-iter", type=click.IntRange(1), default=200, show_default=True)
+@click.option("--site", type=click.Choice(["mlp_output", "down_input"]), default="mlp_output")
+@click.option("--solver", type=click.Choice(["picard", "parallel", "deflation"]), default="picard")
+@click.option("--restarts", type=click.IntRange(1), default=4)
+@click.option("--max-iter", type=click.IntRange(1), default=200)
 @click.option(
     "--skip-first",
     type=click.IntRange(0),
     default=SKIP_FIRST,
-    show_default=True,
     help="Tokens to skip at the start of each document (attention sinks).",
 )
 @click.option(
@@ -171,12 +145,8 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
     help="Clip channels to their percentiles 100 - p and p, such as 99.  [default: none]",
 )
 @click.option(
-    "--standardise/--no-standardise",
-    default=True,
-    show_default=True,
-    help="Scale every channel to variance 1.",
+    "--standardise/--no-standardise", default=True, help="Scale every channel to variance 1."
 )
-@_shared
 def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> None:
     """Find the functional networks of MODEL on DATA and write them to a file.
 
@@ -187,7 +157,7 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
     selector = make_selector(options)  # before anything that takes long
     from narrowcast.workloads.sft.ica.entry import functional_networks
     from narrowcast.workloads.sft.ica.ica import ICA
-    from narrowcast.workloads.sft.ica.networks import Provenance, parse_layers
+    from narrowcast.workloads.sft.ica.networks import Provenance
     from narrowcast.workloads.sft.ica.networks_file import networks_to_json
     from narrowcast.workloads.sft.ica.study.documents import model_inputs
     from narrowcast.workloads.sft.ica.text import network_lines
@@ -202,24 +172,21 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
         seed=options["seed"],
         standardise=options["standardise"],
     )
-    loaded, drawn = _loaded(
-        model, data, options, check=lambda d: parse_layers(options["layers"], d)
-    )
-    meter = _Meter("reading documents:", len(drawn.documents))
+    loaded, drawn = _loaded(model, data, options, layers=options["layers"])
+    meter = _Meter("reading documents:", model_inputs(drawn.documents))
     networks = functional_networks(
         loaded,
-        _CountedBatches(model_inputs(drawn.documents), meter),
+        meter,
         ica=analysis,
         selector=selector,
         layers=options["layers"],
         site=options["site"],
         skip_first=options["skip_first"],
-        provenance=Provenance(model=model, data=_named(data, drawn)),
+        provenance=Provenance(model=model, data=drawn.named),
     )
     meter.end()
     write(target, networks_to_json(networks))
-    for line in [*network_lines(networks), "", f"written to {target}"]:
-        click.echo(line)
+    click.echo("\n".join([*network_lines(networks), "", f"written to {target}"]))
 
 
 @ica.command()
@@ -233,16 +200,14 @@ def show(file: str, html: str | None) -> None:
 
     target = None if html is None else output_path(html)
     networks = load_networks(expand_path(file))
-    for line in network_lines(networks):
-        click.echo(line)
+    click.echo("\n".join(network_lines(networks)))
     if target is not None:
         write(target, page(f"Functional networks in {file}", [networks_section(networks)]))
         click.echo(f"\nwritten to {target}")
 
 
 @ica.command()
-@_MODEL
-@_DATA
+@_shared
 @click.option("--networks", "file", required=True, help="File written by `narrowcast ica build`.")
 @click.option("-o", "--output", help="JSON file to write the results to.")
 @click.option("--components", help="Components to test, such as 0,2.  [default: all]")
@@ -251,22 +216,14 @@ def show(file: str, html: str | None) -> None:
     "masks",
     type=click.IntRange(1),
     default=39,
-    show_default=True,
     help="Random masks; testing N networks one by one needs about 40 x N.",
 )
 @click.option(
-    "--share",
-    type=float,
-    default=0.15,
-    show_default=True,
-    help="Share of channels in the larger random masks.",
+    "--share", type=float, default=0.15, help="Share of channels in the larger random masks."
 )
-@click.option(
-    "--each/--no-each", default=True, show_default=True, help="Also test networks one by one."
-)
+@click.option("--each/--no-each", default=True, help="Also test networks one by one.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option("--html", help="Write an HTML page with charts of the results.")
-@_shared
 def ablate(
     model: str, data: tuple[str, ...], file: str, output: str | None, html: str | None, **more: Any
 ) -> None:
@@ -288,7 +245,7 @@ def ablate(
     networks.channels(chosen)  # raises for components that do not exist
     loaded, drawn = _loaded(model, data, more)
     check_fit(networks, loaded)
-    meter = _Meter("measuring:", 0)
+    meter = _Meter("measuring:")
     ablation = measure(
         loaded,
         drawn.documents,
@@ -298,7 +255,7 @@ def ablate(
         share=more["share"],
         one_by_one=more["each"],
         seed=more["seed"],
-        data=_named(data, drawn),
+        data=drawn.named,
         name=model,
         progress=meter.at,
     )
@@ -309,26 +266,30 @@ def ablate(
     if "html" in places:
         drawings = [ablation_section(ablation), networks_section(networks)]
         write(places["html"], page(f"Functional networks of {model}", drawings))
-    lines = [text.rstrip()] if more["as_json"] else ablation_lines(ablation)
-    for line in [*lines, *(() if more["as_json"] else _written(places.values()))]:
-        click.echo(line)
+    written = [f"written to {path}" for path in places.values()]
+    lines = [text.rstrip()] if more["as_json"] else [*ablation_lines(ablation), *written]
+    click.echo("\n".join(lines))
 
 
 @final
 class _Meter:
     """Progress on stderr: one line on a terminal, a line every few seconds elsewhere."""
 
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._said = what, total, time.monotonic()
-        self._live = sys.stderr.isatty()
-        self._drawn = False
+    def __init__(self, what: str, batches: Sequence[Any] = ()) -> None:
+        self._what, self._batches, self._said = what, batches, time.monotonic()
+        self._live, self._drawn = sys.stderr.isatty(), False
 
-    def at(self, done: int, total: int | None = None) -> None:
+    def __iter__(self) -> Iterator[Any]:
+        for done, batch in enumerate(self._batches, start=1):
+            yield batch
+            self.at(done, len(self._batches))
+
+    def at(self, done: int, total: int) -> None:
         now = time.monotonic()
         if now - self._said < (0.2 if self._live else LINE_SECONDS):
             return
         self._said, self._drawn = now, True
-        text = f"{self._what} {done}/{total or self._total}"
+        text = f"{self._what} {done}/{total}"
         click.echo(f"\r{text}" if self._live else text, err=True, nl=not self._live)
 
     def end(self) -> None:
@@ -336,42 +297,29 @@ class _Meter:
             click.echo(f"\r{' ' * 40}\r", err=True, nl=False)
 
 
-@final
-class _CountedBatches:
-    """Batches that report progress and can be iterated again."""
-
-    def __init__(self, batches: Sequence[Any], meter: _Meter) -> None:
-        self._batches, self._meter = batches, meter
-
-    def __iter__(self) -> Iterator[Any]:
-        for done, batch in enumerate(self._batches, start=1):
-            yield batch
-            self._meter.at(done)
-
-
 def _loaded(
     model: str,
     data: Sequence[str],
     options: dict[str, Any],
     *,
-    check: Callable[[int], object] = lambda depth: None,
+    layers: str | None = None,
 ) -> "tuple[Any, Documents]":
     """Load a model and draw documents; cheap checks come first."""
     import torch
 
     from narrowcast.workloads.sft.ica.blocks import find_blocks
+    from narrowcast.workloads.sft.ica.networks import parse_layers
     from narrowcast.workloads.sft.ica.study.documents import (
         check_documents,
         check_tokens,
-        context_length,
         draw_documents,
     )
-    from narrowcast.workloads.sft.models.loading import load_model, load_tokenizer
+    from narrowcast.workloads.sft.models.loading import context_length, load_model, load_tokenizer
 
     check_documents(data)
     tokenizer = load_tokenizer(model)
     shape = load_model(model, device="meta")
-    check(find_blocks(shape).depth)
+    parse_layers(layers, find_blocks(shape).depth)
     context, length = context_length(shape), options["max_length"]
     if context is not None and length is not None and length > context:
         raise ConfigError(
@@ -391,19 +339,7 @@ def _loaded(
             f"--tokens {options['tokens']} leaves no documents. Write a larger number."
         )
     check_tokens(drawn.documents, shape)
-    for note in drawn.notes:
-        click.echo(note, err=True)
-    click.echo(
-        f"using {len(drawn.documents)} of {drawn.available} documents, {drawn.tokens:,} tokens",
-        err=True,
-    )
+    count = f"{len(drawn.documents)} of {drawn.available} documents, {drawn.tokens:,} tokens"
+    click.echo("\n".join([*drawn.notes, f"using {count}"]), err=True)
     dtype = getattr(torch, options["model_dtype"])
     return load_model(model, dtype=dtype, device=device_named(options["device"])).eval(), drawn
-
-
-def _named(data: Sequence[str], drawn: "Documents") -> str:
-    return f"{', '.join(data)} ({drawn.tokens:,} tokens of {len(drawn.documents)} documents)"
-
-
-def _written(places: Any) -> list[str]:
-    return [f"written to {path}" for path in places]

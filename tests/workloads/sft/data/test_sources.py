@@ -7,7 +7,7 @@ import pytest
 
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.data.sources import _choose_splits, find_sources
+from narrowcast.workloads.sft.data.sources import choose_splits, find_sources
 
 ROW = [{"question": "a", "answer": "b"}]
 
@@ -137,12 +137,12 @@ def test_a_configuration_without_a_data_set_is_refused(write, settings):
     ],
 )
 def test_splits_of_the_hub_are_chosen_by_name(there, train, held):
-    found = _choose_splits("a/b", {name: [{"of": name}] for name in there})
-    assert (found.train_name, found.validation_name) == (train, held)
-    assert [(row.values, row.location) for row in found.train()] == [
+    (trained,), validation, notes = choose_splits("a/b", {name: [{"of": name}] for name in there})
+    assert [source.name for source in validation] == [f"a/b ({held})"] * bool(held)
+    assert [(row.values, row.location) for row in trained.rows()] == [
         ({"of": train}, f"a/b ({train}), row 1")
     ]
-    assert bool(found.note) is (train != "train")
+    assert bool(notes) is (train != "train")
 
 
 def test_sums_need_no_file():

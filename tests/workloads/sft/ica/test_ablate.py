@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from scipy import stats
 
 from narrowcast.errors import ConfigError
+from narrowcast.runs import strict_json
 from narrowcast.workloads.sft.ica import FunctionalNetworks, Layout, ablate, lesioned, random_like
 from narrowcast.workloads.sft.ica.study.ablate import difference, score
 from narrowcast.workloads.sft.ica.study.ablation import (
@@ -17,7 +18,6 @@ from narrowcast.workloads.sft.ica.study.ablation import (
     Level,
     Versus,
     load_ablation,
-    save_ablation,
 )
 from narrowcast.workloads.sft.ica.study.documents import document
 
@@ -190,7 +190,7 @@ def test_the_masks_that_were_drawn_count_as_chance_too():
 
 def test_a_file_gives_the_ablation_back(make_model, documents, tmp_path):
     found = ablate(make_model("llama"), documents, NETWORKS, random_masks=2)
-    save_ablation(found, tmp_path / "ablation.json")
+    (tmp_path / "ablation.json").write_text(strict_json.dumps(found.to_json()))
     assert load_ablation(tmp_path / "ablation.json") == found
 
 
@@ -213,8 +213,7 @@ def test_a_file_that_is_no_ablation_is_refused(tmp_path, text, said):
 
 def test_a_damaged_number_is_refused(make_model, documents, tmp_path):
     path = tmp_path / "ablation.json"
-    save_ablation(ablate(make_model("gpt2"), documents, NETWORKS, random_masks=1), path)
-    value = json.loads(path.read_text())
+    value = ablate(make_model("gpt2"), documents, NETWORKS, random_masks=1).to_json()
     value["lesion"]["level"]["loss"] = None
     path.write_text(json.dumps(value))
     with pytest.raises(ConfigError, match=r"lesion.level.loss must be a number, got None"):

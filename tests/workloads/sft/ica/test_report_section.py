@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from narrowcast.errors import ConfigError
+from narrowcast.runs import strict_json
 from narrowcast.workloads.sft.ica import FunctionalNetworks, Layout, Provenance, save_networks
 from narrowcast.workloads.sft.ica import page as drawing
 from narrowcast.workloads.sft.ica.page import page, sections
@@ -17,7 +18,6 @@ from narrowcast.workloads.sft.ica.study.ablation import (
     Lesion,
     Level,
     Versus,
-    save_ablation,
 )
 from narrowcast.workloads.sft.ica.text import table
 
@@ -126,7 +126,7 @@ def test_a_folder_without_networks_has_no_section(tmp_path):
 
 def test_sections_are_a_pure_function_of_the_folder_and_hold_no_markup_of_the_data(tmp_path):
     save_networks(NETWORKS, tmp_path / "networks.json")
-    save_ablation(an_ablation(), tmp_path / "ablation.json")
+    (tmp_path / "ablation.json").write_text(strict_json.dumps(an_ablation().to_json()))
     measured = {"mode": "lesion", "masked": {"loss": 3.0}, "lifted": {"loss": 2.5}}
     (tmp_path / "masked.json").write_text(json.dumps(measured))
     found = sections(tmp_path)

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
+from narrowcast.precision.weights.frozen_base import quantize_frozen
 from narrowcast.workloads.sft.models.base import (
     check_mergeable,
     dequantized_base,
-    keep_base,
     loading_options,
 )
 
@@ -88,7 +88,7 @@ def test_a_base_of_16_bits_may_be_merged_into():
 
 def test_adapters_merge_exactly_into_what_they_were_trained_beside():
     model = with_adapters(llama())
-    assert len(keep_base(model)) == 14
+    assert len(quantize_frozen(model, "e4m3")) == 14
     check_mergeable(model)
     twin = with_adapters(dequantized_base(llama(), "e4m3"))
     twin.load_state_dict({n: t for n, t in model.state_dict().items() if "lora" in n}, strict=False)

@@ -220,7 +220,11 @@ def hub_sources(name: str, config: str | None, *, key: str) -> "_Resolved":
             f"{requested} cannot be loaded: {shortened(str(error), 300)}. Write the name of an "
             "existing dataset or file."
         ) from error
-    splits: dict[str, Any] = dict(loaded)
+    return choose_splits(name, dict(loaded))
+
+
+def choose_splits(name: str, splits: Mapping[str, Any]) -> "_Resolved":
+    """Return the training and validation sources of a dataset, with notes."""
     if not splits:
         raise ConfigError(f"Dataset {name} has no splits. Write another dataset.")
     train = "train" if "train" in splits else next(iter(splits))

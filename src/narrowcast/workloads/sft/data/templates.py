@@ -35,8 +35,7 @@ def chat_pieces(
     Unless the end token is the eos token, the last response is followed by an eos token with a
     loss: an adapter is generated with the settings of its base, which may stop only there.
     """
-    messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
-    rendered = _Rendered(tokenizer, messages, conversation.location)
+    rendered = _Rendered(tokenizer, conversation)
     done, last, eos = 0, len(conversation.turns) - 1, str(tokenizer.eos_token)
     for number, turn in enumerate(conversation.turns):
         if turn.role == "assistant":
@@ -58,8 +57,7 @@ def chat_pieces(
 
 def chat_whole(conversation: Conversation, tokenizer: Any) -> Iterator[Piece]:
     """Render with the tokenizer's chat template, with a loss on everything."""
-    messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
-    full = _Rendered(tokenizer, messages, conversation.location).full
+    full = _Rendered(tokenizer, conversation).full
     yield Piece(full, True)
     if not full.rstrip().endswith(tokenizer.eos_token):
         yield Piece(tokenizer.eos_token, True)
@@ -74,10 +72,10 @@ def special_texts(tokenizer: Any) -> frozenset[str]:
 class _Rendered:
     """A conversation rendered in full and up to each turn."""
 
-    def __init__(self, tokenizer: Any, messages: list[dict[str, str]], location: str) -> None:
-        self._tokenizer, self._messages, self._location = tokenizer, messages, location
-        self._through: dict[int, str] = {}
-        self.full = self._render(len(messages))
+    def __init__(self, tokenizer: Any, conversation: Conversation) -> None:
+        self._tokenizer, self._location = tokenizer, conversation.location
+        self._messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
+        self.full = self._render(len(self._messages))
         self._check_nothing_is_left_out()
 
     def response(self, number: int) -> tuple[int, int, int]:
@@ -97,11 +95,8 @@ class _Rendered:
 
     def through(self, number: int) -> str:
         """Return the text up to and including a turn."""
-        if number == len(self._messages) - 1:
-            return self.full
-        if number not in self._through:
-            self._through[number] = self._render(number + 1)
-        return self._through[number]
+        last = number == len(self._messages) - 1
+        return self.full if last else self._render(number + 1)
 
     def is_stable(self, number: int) -> bool:
         """Return whether later turns leave the rendering of this one unchanged."""

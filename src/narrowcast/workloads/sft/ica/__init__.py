@@ -42,49 +42,27 @@ if TYPE_CHECKING:
     from narrowcast.workloads.sft.ica.study.ablation import Ablation as Ablation
 
 _HOMES = {
-    "Ablation": "study.ablation",
-    "ArraySignals": "signals",
-    "Channels": "networks",
-    "Components": "components",
-    "FileSignals": "signals",
-    "Finding": "findings",
-    "Freeze": "freeze",
-    "FunctionalNetworks": "networks",
-    "ICA": "ica",
-    "ICAMask": "entry",
-    "Layout": "networks",
-    "Masks": "masks",
-    "Match": "networks",
-    "ModelSignals": "capture",
-    "Percentile": "selection",
-    "Provenance": "networks",
-    "Score": "networks",
-    "Selector": "selection",
-    "Signals": "signals",
-    "StoredSignals": "signals",
-    "TopK": "selection",
-    "ZScore": "selection",
-    "ablate": "study.ablate",
-    "functional_networks": "entry",
-    "parse_layers": "layer_spec",
-    "lesioned": "masks",
-    "load_networks": "networks_file",
-    "networks_from": "entry",
-    "preserved": "masks",
-    "random_like": "masks",
-    "check_fit": "entry",
-    "save_networks": "networks_file",
-    "scaled": "masks",
+    "entry": "ICAMask ModelSignals check_fit functional_networks networks_from",
+    "freeze": "Freeze",
+    "ica": "Components ICA",
+    "masks": "Masks lesioned preserved random_like scaled",
+    "networks": "Channels FunctionalNetworks Layout Match Provenance Score parse_layers",
+    "networks_file": "load_networks save_networks",
+    "selection": "Percentile Selector TopK ZScore",
+    "signals": "ArraySignals FileSignals Finding Signals StoredSignals",
+    "study.ablate": "ablate",
+    "study.ablation": "Ablation",
 }
 """Public names by module."""
 
-__all__ = [*_HOMES]
+_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

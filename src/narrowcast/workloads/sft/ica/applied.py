@@ -36,7 +36,7 @@ from narrowcast.workloads.sft.ica.networks_file import (
     save_networks,
 )
 from narrowcast.workloads.sft.ica.page import MASKED, NETWORKS
-from narrowcast.workloads.sft.ica.selection import Percentile, Selector, TopK, ZScore
+from narrowcast.workloads.sft.ica.selection import selector_from
 from narrowcast.workloads.sft.ica.settings import IcaSection
 
 
@@ -82,10 +82,6 @@ class Applied:
             notices=self.notices,
         )
 
-    @property
-    def findings(self) -> tuple[str, ...]:
-        return () if self.networks is None else self.networks.provenance.findings
-
     def notices(self) -> list[str]:
         """Return the number of channels and the findings."""
         if self.networks is None:
@@ -93,7 +89,8 @@ class Applied:
         count = sum(map(len, self._channels().values()))
         total = len(self._layers) * self.networks.layout.width
         taken = f"{self._named}: {count:,} of {total:,} channels"
-        return [taken, *(f"functional networks: {finding}" for finding in self.findings)]
+        findings = self.networks.provenance.findings
+        return [taken, *(f"functional networks: {finding}" for finding in findings)]
 
     @property
     def _named(self) -> str:
@@ -164,7 +161,12 @@ class Applied:
                 self._model,
                 self._batches,
                 ica=ica,
-                selector=make_selector(section),
+                selector=selector_from(
+                    percentile=section.ica_percentile,
+                    zscore=section.ica_zscore,
+                    top_k=section.ica_top_k,
+                    two_sided=section.ica_two_sided,
+                ),
                 layers=self._layers,
                 site=section.site,
                 skip_first=section.skip_first,
@@ -183,7 +185,8 @@ class Applied:
             case "lesion":
                 masks.lesion(channels)
             case "preserve":
-                masks.lesion(_only(self.networks.others(channels), self._layers))
+                others = self.networks.others(channels)
+                masks.lesion({layer: others[layer] for layer in self._layers if layer in others})
             case "scale":
                 assert self._section.scale is not None
                 masks.scale(channels, self._section.scale)
@@ -216,15 +219,6 @@ class Applied:
             )
 
 
-def make_selector(section: IcaSection) -> Selector:
-    """Return the selector of a recipe."""
-    if section.ica_zscore is not None:
-        return ZScore(section.ica_zscore, two_sided=section.ica_two_sided)
-    if section.ica_top_k is not None:
-        return TopK(section.ica_top_k)
-    return Percentile(section.ica_percentile)
-
-
 def _template(section: IcaSection, blocks: Blocks) -> FunctionalNetworks | None:
     """Load the networks file of a recipe and check that its components exist."""
     ids = section.component_ids
@@ -245,10 +239,6 @@ def _template(section: IcaSection, blocks: Blocks) -> FunctionalNetworks | None:
 
 def _check_blocks(networks: FunctionalNetworks, blocks: Blocks) -> None:
     networks.require_fit(depth=blocks.depth, width=blocks.width(networks.layout.site))
-
-
-def _only(channels: Channels, layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    return {layer: channels[layer] for layer in layers if layer in channels}
 
 
 def sampled(data: Any, count: int, *, seed: int) -> list[dict[str, Tensor]]:

@@ -85,7 +85,8 @@ def find_blocks(model: nn.Module) -> Blocks:
     if len(matches) == 1:
         return _tried(matches[0])
     # Of a model with adapters around it, the model's.
-    kind = type(cast(Any, model).get_base_model() if _is_adapted(model) else model).__name__
+    base = getattr(model, "get_base_model", None)
+    kind = type(base() if callable(base) else model).__name__
     if matches:
         names = " and ".join(each.name for each in matches)
         raise UnsupportedError(
@@ -167,10 +168,6 @@ def _replaced(projection: Projection, constant: Tensor, called: list[Projection]
         del module.__dict__["forward"]
         if own is not None:
             module.__dict__["forward"] = own
-
-
-def _is_adapted(model: nn.Module) -> bool:
-    return callable(getattr(model, "get_base_model", None))
 
 
 def as_projection(module: nn.Module) -> Projection | None:

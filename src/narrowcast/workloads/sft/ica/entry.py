@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from narrowcast.errors import ConfigError
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.workloads.sft.ica.blocks import find_blocks
-from narrowcast.workloads.sft.ica.collect import Collected
 from narrowcast.workloads.sft.ica.ica import ICA, Components
 from narrowcast.workloads.sft.ica.networks import (
     FunctionalNetworks,
@@ -159,20 +158,23 @@ def functional_networks(
     chosen = parse_layers(layers, depth) if isinstance(layers, str | None) else tuple(layers)
     signals = ModelSignals(model, batches, layers=chosen, site=site, skip_first=skip_first)
     collected = ica.collect(signals, model_dtype=signals.dtype)
-    if site == "mlp_output":
-        results = {0: ica.fit(collected)}
-        spans = {0: signals.layout.layers}
-    else:
-        results = dict(enumerate(ica.fit_each(_layer_by_layer(collected, signals.layout))))
+    parts, spans = [collected], {0: signals.layout.layers}
+    if site != "mlp_output":
+        stored, width = collected.signals, signals.layout.width
+        starts = range(0, stored.channels, width)
+        parts = [collected._replace(signals=stored.columns(i, i + width)) for i in starts]
         spans = {i: (layer,) for i, layer in enumerate(signals.layout.layers)}
+    results = dict(enumerate(ica.fit_each(parts)))
     networks = networks_from(results, spans, layout=signals.layout, selector=selector)
     info = dict.fromkeys(str(f) for each in results.values() for f in each.findings)
+    clip = ica.clip_activations
+    clipped = "" if clip is None else f", clip_activations={clip:g}"
     known = replace(
         provenance,
         seed=ica.seed,
         dtype=dtype_name(collected.dtype),
         selector=str(selector),
-        signals=_signals(skip_first, ica.clip_activations),
+        signals=f"skip_first={skip_first}{clipped}",
         findings=tuple(info),
     )
     return replace(networks, provenance=known)
@@ -248,19 +250,6 @@ class ICAMask:
             site=site,
             skip_first=self.skip_first,
         )
-
-
-def _signals(skip_first: int, clip_activations: float | None) -> str:
-    clipped = "" if clip_activations is None else f", clip_activations={clip_activations:g}"
-    return f"skip_first={skip_first}{clipped}"
-
-
-def _layer_by_layer(collected: Collected, layout: Layout) -> list[Collected]:
-    width = layout.width
-    return [
-        collected._replace(signals=collected.signals.columns(i * width, (i + 1) * width))
-        for i in range(len(layout.layers))
-    ]
 
 
 def _by_layer(

@@ -4,9 +4,9 @@ Components are ordered by explained variance and their largest loading is positi
 same data gives the same numbering.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final, get_args
+from typing import Literal, NamedTuple, TypeAlias, final, get_args
 
 import numpy as np
 import torch
@@ -73,9 +73,7 @@ class Components:
         return (signals.to(self.mean.dtype) - self.mean) @ self.unmixing.T
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class White:
+class White(NamedTuple):
     """Whitened signals and their map to channels."""
 
     signals: Tensor
@@ -95,17 +93,6 @@ def whiten(projected: Tensor, basis: Tensor, factor: Tensor) -> White:
     forth = (basis.double() @ vectors) / values.sqrt() * factor.to(basis.device)[:, None]
     signals = (wide @ vectors / values.sqrt()).T.contiguous()
     return White(signals=signals, loadings=back, unmixing=forth.T)
-
-
-def agreement(one: Tensor, others: Tensor) -> Tensor:
-    """Return the mean correlation of each component with its best match in other rotations."""
-    return (one @ others.transpose(-1, -2)).abs().amax(-1).mean(0)
-
-
-def best_rotation(rotations: Tensor, white: Tensor) -> int:
-    """Return the index of the rotation with the largest negentropy."""
-    scores = [float(negentropy(compute_sources(each, white)).sum()) for each in rotations]
-    return max(range(len(scores)), key=scores.__getitem__)
 
 
 def loud_rows(rows: int) -> int:
@@ -235,10 +222,8 @@ class ICA:
         )
 
     def _here(self, signals: Signals) -> Signals:
-        return signals if self.device is None else MappedSignals(signals, self._move)
-
-    def _move(self, chunk: Tensor) -> Tensor:
-        return chunk.to(self.device)
+        device = self.device
+        return signals if device is None else MappedSignals(signals, lambda c: c.to(device))
 
     def _solve(self, white: Tensor) -> tuple[Rotations, tuple[Finding, ...]]:
         """Solve all initialisations at once, in float64 if float32 is not finite."""
@@ -258,33 +243,27 @@ class ICA:
             )
             if rotations.finite:
                 return rotations, (*matches, *self._unconverged(rotations))
-            matches = (
-                Finding(
-                    kind="solver",
-                    what=f"{self.solver} with {self.contrast} is not finite in {dtype}",
-                    answer="It was solved in float64",
-                ),
-            )
+            what = f"{self.solver} with {self.contrast} is not finite in {dtype}"
+            matches = (Finding("solver", what, "It was solved in float64"),)
         raise ConfigError(
             f"{self.solver} with {self.contrast} is not finite even in float64 because the signals "
             "have extreme rows. Write clip_activations=99, or contrast=logcosh, which grows more "
             "slowly."
         )
 
-    def _unconverged(self, rotations: Rotations) -> tuple[Finding, ...]:
+    def _unconverged(self, rotations: Rotations) -> Iterator[Finding]:
         left = int((~rotations.converged).sum())
         other_solver = "" if self.solver == "picard" else ", solver=picard"
-        if not left:
-            return ()
-        return (
-            Finding(
-                kind="convergence",
-                what=f"{left} of {rotations.converged.numel()} solutions had not converged after "
-                f"{self.max_iter} iterations (last change {float(rotations.change.max()):.1g})",
-                answer=f"Write a larger max_iter{other_solver} or fewer components, and check the "
-                "stability of each component",
-            ),
-        )
+        if left:
+            what = (
+                f"{left} of {rotations.converged.numel()} solutions had not converged after "
+                f"{self.max_iter} iterations (last change {float(rotations.change.max()):.1g})"
+            )
+            answer = (
+                f"Write a larger max_iter{other_solver} or fewer components, and check the "
+                "stability of each component"
+            )
+            yield Finding("convergence", what, answer)
 
     def _finish(
         self,
@@ -296,11 +275,13 @@ class ICA:
         first: int,
     ) -> Components:
         wide = rotations.double()
-        best = best_rotation(wide, white)
+        scored = [float(negentropy(compute_sources(each, white)).sum()) for each in wide]
+        best = scored.index(max(scored))
         others = torch.cat([wide[:best], wide[best + 1 :]])
         stability = torch.ones(self.components, dtype=torch.float64, device=wide.device)
         if len(others):
-            stability = agreement(wide[best], others)
+            # Products of rows are correlations: each with its best match in the other rotations.
+            stability = (wide[best] @ others.transpose(-1, -2)).abs().amax(-1).mean(0)
         loadings, unmixing, scores, stability, loud = canonical(
             reduced.white, wide[best], stability
         )
@@ -318,15 +299,12 @@ class ICA:
             findings=(
                 *reduced.findings,
                 *solved,
-                *_unstable(stability, first),
-                *_loud(loud, rows, first),
+                *_seen_of(stability, loud, rows=rows, first=first),
             ),
         )
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class _Reduced:
+class _Reduced(NamedTuple):
     white: White
     statistics: ChannelStatistics
     total: float
@@ -335,54 +313,35 @@ class _Reduced:
     findings: tuple[Finding, ...]
 
 
-def _seen_in(statistics: ChannelStatistics, subspace: Subspace) -> list[Finding]:
-    findings = []
+def _seen_in(statistics: ChannelStatistics, subspace: Subspace) -> Iterator[Finding]:
     if constant := int(statistics.constant.sum()):
-        findings.append(
-            Finding(
-                kind="constant",
-                what=f"{constant} of {len(statistics.spread)} channels are constant",
-                answer="They are in no component",
-            )
-        )
+        what = f"{constant} of {len(statistics.spread)} channels are constant"
+        yield Finding("constant", what, "They are in no component")
     if not subspace.converged:
-        findings.append(
-            Finding(
-                kind="subspace",
-                what=f"after {subspace.passes} passes a direction is {subspace.residual:.1g} from "
-                "an eigenvector, so the last components share variance with others",
-                answer="Write fewer components, or treat the last ones with care",
-            )
+        what = (
+            f"after {subspace.passes} passes a direction is {subspace.residual:.1g} from an "
+            "eigenvector, so the last components share variance with others"
         )
-    return findings
+        yield Finding("subspace", what, "Write fewer components, or treat the last ones with care")
 
 
-def _unstable(stability: Tensor, first: int) -> list[Finding]:
+def _seen_of(stability: Tensor, loud: Tensor, *, rows: int, first: int) -> Iterator[Finding]:
     low = [first + i for i, score in enumerate(stability.tolist()) if score < STABLE]
-    if not low:
-        return []
-    return [
-        Finding(
-            kind="stability",
-            what=f"components {', '.join(map(str, low))} differ between random initialisations",
-            answer="Give more rows, or write fewer components",
-        )
-    ]
-
-
-def _loud(share: Tensor, rows: int, first: int) -> list[Finding]:
+    if low:
+        what = f"components {', '.join(map(str, low))} differ between random initialisations"
+        yield Finding("stability", what, "Give more rows, or write fewer components")
     count = loud_rows(rows)
-    return [
-        Finding(
-            kind="loud rows",
-            what=f"{each:.0%} of component {number} comes from {100 * count / rows:.2g} % of rows, "
-            f"{count:,} of {rows:,}",
-            answer="Skip them with skip_first if they are the first tokens of sequences, or "
-            "write clip_activations=99",
-        )
-        for number, each in enumerate(share.tolist(), start=first)
-        if each > LOUD
-    ]
+    answer = (
+        "Skip them with skip_first if they are the first tokens of sequences, or write "
+        "clip_activations=99"
+    )
+    for number, share in enumerate(loud.tolist(), start=first):
+        if share > LOUD:
+            what = (
+                f"{share:.0%} of component {number} comes from {100 * count / rows:.2g} % of "
+                f"rows, {count:,} of {rows:,}"
+            )
+            yield Finding("loud rows", what, answer)
 
 
 def _require(name: str, value: object, allowed: Sequence[object]) -> None:

@@ -7,7 +7,6 @@ recompilation. With all factors at 1 the model is bit-identical.
 import contextlib
 import sys
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self, final
 
 import torch
@@ -81,12 +80,7 @@ class Masks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.remove()
 
     def _check_channels(self, channels: Channels) -> None:
@@ -100,16 +94,6 @@ class Masks:
                     f"{self.depth} layers of {self.width} {self.site} channels. Build networks for "
                     "this model."
                 )
-
-
-@contextlib.contextmanager
-def lesioned(
-    model: nn.Module, channels: Channels, *, site: Site = "mlp_output"
-) -> Iterator[nn.Module]:
-    """Silence channels of a model inside the block."""
-    with Masks(model, site=site) as masks:
-        masks.lesion(channels)
-        yield model
 
 
 @contextlib.contextmanager
@@ -130,6 +114,13 @@ def scaled(
     with Masks(model, site=site) as masks:
         masks.scale(channels, factor)
         yield model
+
+
+def lesioned(
+    model: nn.Module, channels: Channels, *, site: Site = "mlp_output"
+) -> contextlib.AbstractContextManager[nn.Module]:
+    """Silence channels of a model inside the block."""
+    return scaled(model, channels, 0.0, site=site)
 
 
 class _Gate:

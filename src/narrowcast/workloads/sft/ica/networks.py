@@ -91,7 +91,7 @@ class FunctionalNetworks:
                 if layer not in known:
                     raise ConfigError(
                         f"Component {component} has layer {layer}, but the layout has layers "
-                        f"{_listed(self.layout.layers)}."
+                        f"{listed(self.layout.layers)}."
                     )
                 ascending = all(a < b for a, b in pairwise(channels))
                 if not channels or not ascending or channels[0] < 0 or channels[-1] >= width:
@@ -101,7 +101,7 @@ class FunctionalNetworks:
                         "channels."
                     )
         if strangers := sorted(set(self.scores) - set(self.networks)):
-            raise ConfigError(f"scores must be for existing components, got {_listed(strangers)}.")
+            raise ConfigError(f"scores must be for existing components, got {listed(strangers)}.")
 
     @property
     def components(self) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class FunctionalNetworks:
             raise ConfigError(f"components must be a list of numbers, got {components}.")
         chosen = self.components if components is None else tuple(components)
         if not chosen:
-            raise ConfigError(f"components is empty. Write some of {_listed(self.components)}.")
+            raise ConfigError(f"components is empty. Write some of {listed(self.components)}.")
         union: dict[int, set[int]] = {}
         for component in chosen:
             for layer, channels in self._network(component).items():
@@ -155,15 +155,10 @@ class FunctionalNetworks:
             result += sorted(near, key=lambda each: (-each.iou, each.other))[:top]
         return result
 
-    def require_fit(self, *, depth: int, width: int, site: Site | None = None) -> None:
+    def require_fit(self, *, depth: int, width: int) -> None:
         """Raise if the networks do not fit a model of this shape."""
         made_for = "made for " + (self.provenance.model or "another model")
         again = ". Build networks for this model."
-        if site is not None and site != self.layout.site:
-            raise ConfigError(
-                f"These networks have {self.layout.site} channels, but site={site} was requested. "
-                f"Build them with site={site}."
-            )
         if width != self.layout.width:
             raise ConfigError(
                 f"These networks, {made_for}, have {self.layout.width} channels per layer, but "
@@ -183,7 +178,7 @@ class FunctionalNetworks:
     def _network(self, component: int) -> Channels:
         if component not in self.networks:
             raise ConfigError(
-                f"component must be one of {_listed(self.components)}, got {component}."
+                f"component must be one of {listed(self.components)}, got {component}."
             )
         return self.networks[component]
 
@@ -201,7 +196,7 @@ class FunctionalNetworks:
             )
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def listed(numbers: Sequence[int]) -> str:
     """Return numbers as text, consecutive ones as a range."""
     ordered = sorted(numbers)
     if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:

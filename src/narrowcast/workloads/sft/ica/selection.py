@@ -93,6 +93,21 @@ class TopK:
         return sorted(int(i) for i in heaviest if size[i] > 0)
 
 
+def selector_from(
+    *,
+    percentile: float | None = None,
+    zscore: float | None = None,
+    top_k: int | None = None,
+    two_sided: bool = False,
+) -> Selector:
+    """Return the selector of settings, by percentile unless another is set."""
+    if zscore is not None:
+        return ZScore(zscore, two_sided=two_sided)
+    if top_k is not None:
+        return TopK(top_k)
+    return Percentile() if percentile is None else Percentile(percentile)
+
+
 def _array(loadings: Tensor) -> np.ndarray:
     array: np.ndarray = loadings.detach().double().cpu().numpy()
     return array

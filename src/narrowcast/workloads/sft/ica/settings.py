@@ -153,11 +153,10 @@ class IcaSection(Section):
                 )
                 conflicts.append((("mask_mode", *unused), text))
         if self.ica_template_path is not None:
-            for name in (*_OF_THE_SEARCH, *_SELECTORS):
-                if name in inputs:
-                    text = f"ica_template_path already has networks; leave {name} or the path out"
-                    conflicts.append((("ica_template_path", name), text))
-        if len(selectors := [name for name in _SELECTORS[:3] if name in inputs]) > 1:
+            for name in [each for each in inputs if each not in _WITH_TEMPLATE]:
+                text = f"ica_template_path already has networks; leave {name} or the path out"
+                conflicts.append((("ica_template_path", name), text))
+        if len(selectors := [name for name in _SELECTORS if name in inputs]) > 1:
             text = f"{' and '.join(selectors)} select channels in different ways; keep one"
             conflicts.append((tuple(selectors), text))
         if self.ica_two_sided and self.ica_zscore is None:
@@ -167,13 +166,8 @@ class IcaSection(Section):
         return self
 
 
-_OF_THE_SEARCH = (
-    "ica_components",
-    "ica_dtype",
-    "samples",
-    "skip_first",
-    "clip_activations",
-    "max_iter",
-    "site",
-)
-_SELECTORS = ("ica_percentile", "ica_zscore", "ica_top_k", "ica_two_sided")
+_SELECTORS = ("ica_percentile", "ica_zscore", "ica_top_k")
+_WITH_TEMPLATE = (
+    "mask_mode", "scale", "freeze", "ica_mask_layers", "ica_component_ids", "ica_template_path",
+)  # fmt: skip
+"""Settings that apply to networks of a file, too."""

@@ -56,13 +56,10 @@ def storage_for(
         return Storage(torch.float64 if model_dtype == torch.float64 else torch.float32)
     if ica_dtype is None or ica_dtype in ICA_DTYPES:
         return Storage(ICA_DTYPES[ica_dtype or "float32"])
-    result = Finding(
-        kind="dtype",
-        what=f"ica_dtype must be auto, {', '.join(ICA_DTYPES)}, got {ica_dtype!r}",
-        answer="Using float32",
-    )
-    _log.warning("%s", result)
-    return Storage(dtype=torch.float32, findings=(result,))
+    what = f"ica_dtype must be auto, {', '.join(ICA_DTYPES)}, got {ica_dtype!r}"
+    finding = Finding("dtype", what, "Using float32")
+    _log.warning("%s", finding)
+    return Storage(torch.float32, (finding,))
 
 
 def working_dtype(stored: torch.dtype) -> torch.dtype:

@@ -8,16 +8,13 @@ Cardoso, Gramfort, "Faster ICA under orthogonal constraint" (2018).
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Rotations:
+class Rotations(NamedTuple):
     """Result of a solver."""
 
     matrices: Tensor

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from narrowcast.workloads.sft.ica.networks import FunctionalNetworks
-from narrowcast.workloads.sft.ica.study.ablation import Ablation, Lesion, Versus
+from narrowcast.workloads.sft.ica.study.ablation import Ablation, Lesion, Level
 
 _OF_NUMBERS = frozenset("-–0123456789.,%e+")
 MOST_LAYERS = 6
@@ -69,29 +69,22 @@ def network_lines(networks: FunctionalNetworks) -> list[str]:
 
 def ablation_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table of ablations."""
-    head = [
-        "ablated",
-        "channels",
-        "loss",
-        "accuracy",
-        "loss minus random [95 %]",
-        "worse than",
-        "p",
-    ]
-    whole = ablation.whole
-    rows = [["none", "0", f"{whole.loss:.4f}", f"{whole.accuracy:.1%}", "–", "–", "–"]]
+    measured = ["channels", "loss", "accuracy"]
+    head = ["ablated", *measured, "loss minus random [95 %]", "worse than", "p"]
+    rows = [["none", *_level(0, ablation.whole), "–", "–", "–"]]
     for lesion in (ablation.lesion, *ablation.each):
-        rows.append(
-            [named(lesion), f"{lesion.channels:,}", *_levels(lesion), *_versus_cells(lesion.equal)]
-        )
+        versus, count = lesion.equal, len(lesion.equal.masks)
+        cells = [str(versus.difference), f"{count - versus.at_least} of {count}"]
+        level = _level(lesion.channels, lesion.level)
+        rows.append([named(lesion), *level, *cells, f"{versus.p:.3f}"])
     chance = {
         "random, same size": ablation.lesion.equal,
         f"random {ablation.share:.0%}": ablation.larger,
     }
     for label, versus in chance.items():
         accuracy = sum(level.accuracy for level in versus.masks) / len(versus.masks)
-        known = [f"{versus.channels:,}", f"{versus.mean_loss:.4f}", f"{accuracy:.1%}"]
-        rows.append([label, *known, *["–"] * 3])
+        mean = Level(loss=versus.mean_loss, accuracy=accuracy)
+        rows.append([label, *_level(versus.channels, mean), "–", "–", "–"])
     return head, rows
 
 
@@ -99,14 +92,8 @@ def preserved_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table of networks kept alone."""
     head = ["networks kept", "channels", "loss", "accuracy", "added loss [95 %]"]
     return head, [
-        [
-            str(stored.components),
-            f"{stored.channels:,}",
-            f"{stored.level.loss:.4f}",
-            f"{stored.level.accuracy:.1%}",
-            str(stored.cost),
-        ]
-        for stored in ablation.preserve
+        [str(kept.components), *_level(kept.channels, kept.level), str(kept.cost)]
+        for kept in ablation.preserve
     ]
 
 
@@ -164,13 +151,8 @@ def named(lesion: Lesion) -> str:
     return f"{len(numbers)} components"
 
 
-def _levels(lesion: Lesion) -> list[str]:
-    return [f"{lesion.level.loss:.4f}", f"{lesion.level.accuracy:.1%}"]
-
-
-def _versus_cells(versus: Versus) -> list[str]:
-    count = len(versus.masks)
-    return [str(versus.difference), f"{count - versus.at_least} of {count}", f"{versus.p:.3f}"]
+def _level(channels: int, level: Level) -> list[str]:
+    return [f"{channels:,}", f"{level.loss:.4f}", f"{level.accuracy:.1%}"]
 
 
 def _layers(networks: FunctionalNetworks, component: int) -> str:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from narrowcast.errors import ConfigError
 from narrowcast.hardware.randomness import preserve_rng
 from narrowcast.training.evaluation import in_eval_mode
+from narrowcast.workloads.sft.models.loading import context_length
 
 
 def greedy(
@@ -83,12 +84,6 @@ def _generated(
                 stop = next((at for at, token in enumerate(row) if token in ends), len(row))
                 results[number] = row[:stop]
     return [results[number] for number in range(len(prompts))]
-
-
-def context_length(model: nn.Module) -> int | None:
-    """Return the context length of a model, if it has one."""
-    room = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return room if isinstance(room, int) and room > 0 else None
 
 
 def require_room(

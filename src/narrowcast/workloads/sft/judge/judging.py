@@ -19,7 +19,7 @@ from narrowcast.training.task import Hook
 from narrowcast.workloads.sft.data.templates import Template
 from narrowcast.workloads.sft.data.tokenised import TokenRows, padding_token
 from narrowcast.workloads.sft.judge.exact_match import comparison_kind, exact_match
-from narrowcast.workloads.sft.judge.generation import context_length, generate_as_saved
+from narrowcast.workloads.sft.judge.generation import generate_as_saved
 from narrowcast.workloads.sft.judge.perplexity import (
     Window,
     encode,
@@ -30,6 +30,7 @@ from narrowcast.workloads.sft.judge.perplexity import (
 from narrowcast.workloads.sft.judge.prompts import Question, questions_from, sample_questions
 from narrowcast.workloads.sft.judge.report import JUDGED, Sample, write_json, write_samples
 from narrowcast.workloads.sft.judge.settings import USUAL_LENGTH, EvalTasksSection
+from narrowcast.workloads.sft.models.loading import context_length
 
 PERPLEXITY = Metric(name="text_perplexity")
 EXACT_MATCH = Metric(name="exact_match", better="higher", text=".1%")

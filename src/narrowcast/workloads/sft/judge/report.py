@@ -32,12 +32,13 @@ def write_samples(folder: Path, samples: Sequence[Sample]) -> None:
 
 def read_samples(folder: Path) -> list[Sample] | None:
     """Return the samples of a run folder, or None if missing or damaged."""
-    match peek_json(folder / SAMPLES, most_bytes=MOST_BYTES):
-        case {"samples": [*found]}:
-            read = [_parse_sample(each) for each in found]
-            return None if None in read else [each for each in read if each is not None]
-        case _:
-            return None
+    value = peek_json(folder / SAMPLES, most_bytes=MOST_BYTES)
+    try:
+        samples = [Sample(**each) for each in value["samples"]]
+    except (TypeError, KeyError):
+        return None
+    sound = all(isinstance(text, str) for sample in samples for text in asdict(sample).values())
+    return samples if sound else None
 
 
 def write_json(path: Path, value: object) -> None:
@@ -45,14 +46,6 @@ def write_json(path: Path, value: object) -> None:
     text = strict_json.dumps(value, indent=1) + "\n"
     with written_atomically(path, hint="free what is in the way, and resume the run") as extra:
         extra.write_text(text, encoding="utf-8")
-
-
-def _parse_sample(value: Any) -> Sample | None:
-    match value:
-        case {"prompt": str(), "before": str(), "after": str(), "reference": str()}:
-            return Sample(**value) if len(value) == 4 else None
-        case _:
-            return None
 
 
 LONGEST_SHOWN = 4000

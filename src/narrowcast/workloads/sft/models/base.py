@@ -6,8 +6,7 @@ The base is quantized before it moves to its device, which never holds the full 
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ from narrowcast.config.sections import Recipe
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import detect_hardware
 from narrowcast.numerics import plain_format
-from narrowcast.precision.quantized_frozen import Products
 from narrowcast.precision.weights.frozen_base import dequantize_frozen, quantize_frozen
 from narrowcast.workloads.sft.attention import separate_conversations
 from narrowcast.workloads.sft.data.settings import SftData
@@ -47,11 +45,6 @@ def loading_options(base: str, *, device: torch.device, compute: torch.dtype) ->
         )
     # bitsandbytes quantises as it loads, on the device it will compute on.
     return {"quantization_config": made, "device_map": {"": str(device)}}
-
-
-def keep_base(model: Any, *, products: Products = "auto") -> dict[str, float]:
-    """Quantize the frozen weights to e4m3; return the SNR of each layer in dB."""
-    return quantize_frozen(model, "e4m3", products=products)
 
 
 def dequantized_base(model: Any, base: str) -> Any:
@@ -155,17 +148,17 @@ def _are_turned(model: Any, targets: Sequence[str]) -> bool:
     return any(isinstance(m, Conv1D) and n.rpartition(".")[2] in targets for n, m in named)
 
 
-def _linear_names(model: Any) -> dict[str, int]:
+def _linear_names(model: Any) -> tuple[str, ...]:
     """Return the last names of linear layers except the head."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
-    counted: dict[str, int] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and module is not head:
-            last = name.rpartition(".")[2]
-            counted[last] = counted.get(last, 0) + 1
-    return counted
+    names = [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+    return tuple(dict.fromkeys(names))
 
 
 def _targets(model: Any, settings: LoraSection) -> tuple[str, ...]:
@@ -177,7 +170,7 @@ def _targets(model: Any, settings: LoraSection) -> tuple[str, ...]:
                 f"{type(model).__name__} has no linear layers besides its head to add adapters to. "
                 "Write model.tune=full."
             )
-        return tuple(known)
+        return known
     names = [name for name, _ in model.named_modules()]
     for target in settings.targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
@@ -188,9 +181,7 @@ def _targets(model: Any, settings: LoraSection) -> tuple[str, ...]:
     return settings.targets
 
 
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Built:
+class Built(NamedTuple):
     """A model ready for training."""
 
     model: Any
@@ -206,7 +197,9 @@ def build_model(recipe: Recipe, *, device: torch.device) -> Built:
     # What is missing here comes before what does not go together.
     loading_options(settings.base_dtype, device=device, compute=torch.float32)
     check_merge(settings, lora)
-    model = _loaded(recipe, device=device, on=_first_device(settings, device))
+    quantized = settings.base_dtype == "e4m3"
+    first = torch.device("cpu") if quantized and device.type != "meta" else device
+    model = _loaded(recipe, device=device, on=first)
     bounded = _bound(model, recipe, device)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -216,8 +209,8 @@ def build_model(recipe: Recipe, *, device: torch.device) -> Built:
         check_mergeable(model)
     model = add_adapters(model, lora, seed=recipe.seed)
     stored: dict[str, float] = {}
-    if settings.base_dtype == "e4m3":
-        stored = keep_base(model, products=settings.base_products)
+    if quantized:
+        stored = quantize_frozen(model, "e4m3", products=settings.base_products)
         model = model.to(device)
     return Built(model=model, bounded=bounded, quantized=stored)
 
@@ -255,11 +248,6 @@ def check_merge(settings: SftModel, lora: LoraSection) -> None:
             "weights again. Write lora.merge_adapter_with_base=false, or model.base_dtype=e4m3 or "
             "bf16."
         )
-
-
-def _first_device(settings: SftModel, device: torch.device) -> torch.device:
-    narrowed = settings.base_dtype == "e4m3" and device.type != "meta"
-    return torch.device("cpu") if narrowed else device
 
 
 def _loaded(recipe: Recipe, *, device: torch.device, on: torch.device) -> Any:

@@ -6,9 +6,8 @@ Nothing is unpickled. Missing weights raise; transformers would initialise them 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -77,12 +76,9 @@ ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class ModelLocation:
+class ModelLocation(NamedTuple):
     """Where a model is."""
 
-    name: str
     folder: str
     """A folder, or a name on the Hub."""
     gguf: str | None = None
@@ -102,7 +98,7 @@ def locate_model(name: str) -> ModelLocation:
     if path.suffix == GGUF:
         if result != "file":
             raise ConfigError(f"model.path={name} does not exist.")
-        return ModelLocation(name=name, folder=str(path.parent), gguf=path.name)
+        return ModelLocation(folder=str(path.parent), gguf=path.name)
     if result == "file":
         raise ConfigError(
             f"model.path={name} is a file. Give the folder that contains config.json, or a .gguf "
@@ -113,14 +109,26 @@ def locate_model(name: str) -> ModelLocation:
             f"model.path={name} does not exist. Give a folder with a model, a .gguf file, a name "
             f"on the Hugging Face Hub as owner/name, or {TINY}."
         )
-    return ModelLocation(name=name, folder=name)
+    return ModelLocation(folder=name)
 
 
 def load_tokenizer(
     name: str, *, trust_remote_code: bool = False, eos_token: str | None = None
 ) -> Any:
     """Return the tokenizer of a model, optionally with another eos token."""
-    tokenizer = _tokenizer(name, trust_remote_code=trust_remote_code)
+    if name == TINY:
+        tokenizer = tiny_tokenizer()
+    else:
+        from transformers import AutoTokenizer
+
+        what = f"the tokenizer of model.path={name}"
+        tokenizer = _from_pretrained(AutoTokenizer, name, what, trust_remote_code)
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        # Of some families transformers makes an empty one, without a word.
+        raise ConfigError(
+            f"model.path={name} has no working tokenizer. Put tokenizer.json and "
+            "tokenizer_config.json next to config.json."
+        )
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
             known = ", ".join(sorted(special_texts(tokenizer)))
@@ -132,40 +140,19 @@ def load_tokenizer(
     return tokenizer
 
 
-def _tokenizer(name: str, *, trust_remote_code: bool) -> Any:
-    if name == TINY:
-        return tiny_tokenizer()
-    from transformers import AutoTokenizer
-
-    location = locate_model(name)
-    tokenizer = _loaded(
-        lambda: AutoTokenizer.from_pretrained(
-            location.folder, trust_remote_code=trust_remote_code, **location.options
-        ),
-        f"the tokenizer of model.path={name}",
-    )
-    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
-        # Of some families transformers makes an empty one, without a word.
-        raise ConfigError(
-            f"model.path={name} has no working tokenizer. Put tokenizer.json and "
-            "tokenizer_config.json next to config.json."
-        )
-    return tokenizer
-
-
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     """Return the config of a model."""
     if name == TINY:
         return tiny_config()
     from transformers import AutoConfig
 
-    position = locate_model(name)
-    return _loaded(
-        lambda: AutoConfig.from_pretrained(
-            position.folder, trust_remote_code=trust_remote_code, **position.options
-        ),
-        f"model.path={name}",
-    )
+    return _from_pretrained(AutoConfig, name, f"model.path={name}", trust_remote_code)
+
+
+def _from_pretrained(kind: Any, name: str, what: str, trust_remote_code: bool) -> Any:
+    at = locate_model(name)
+    options = {"trust_remote_code": trust_remote_code, **at.options}
+    return _loaded(lambda: kind.from_pretrained(at.folder, **options), what)
 
 
 def load_model(
@@ -219,6 +206,12 @@ def load_model(
     return (model if getattr(model, "is_quantized", False) else model.to(device)).train()
 
 
+def context_length(model: Any) -> int | None:
+    """Return the context length of a model, if it has one."""
+    room = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return room if isinstance(room, int) and room > 0 else None
+
+
 def _kind(path: Path) -> Literal["folder", "file", "nothing"]:
     try:
         return "folder" if path.is_dir() else "file" if path.exists() else "nothing"
@@ -230,7 +223,7 @@ def _in_folder(name: str, path: Path) -> ModelLocation:
     matches = sorted(file.name for file in path.glob(f"*{GGUF}"))
     if (path / "config.json").is_file():
         if any(path.glob("*.safetensors")):
-            return ModelLocation(name=name, folder=str(path))
+            return ModelLocation(folder=str(path))
         if any((path / each).exists() for each in PICKLED):
             raise ConfigError(
                 f"model.path={name} has its weights in pytorch_model.bin, a pickle, which can run "
@@ -244,7 +237,7 @@ def _in_folder(name: str, path: Path) -> ModelLocation:
             )
     match matches:
         case [only]:
-            return ModelLocation(name=name, folder=str(path), gguf=only)
+            return ModelLocation(folder=str(path), gguf=only)
         case [] if any(path.glob("tok*.bin")):
             raise UnsupportedError(
                 f"model.path={name} is a llama2.c model, which fine-tuning and ica do not support. "

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -57,9 +57,7 @@ Document: TypeAlias = Mapping[str, Tensor]
 """`input_ids` and unshifted `labels`, (1, tokens) each."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Scores:
+class Scores(NamedTuple):
     """Sums per document, (documents)."""
 
     losses: Sums
@@ -162,7 +160,13 @@ def ablate(
     total = 1 + (1 + len(singles)) * (1 + random_masks) + larger_ones + len(points)
     with Masks(model, site=networks.layout.site) as masks:
         bench = _Bench(
-            model, documents, networks, masks, seed=seed, passes=total, progress=progress
+            model=model,
+            documents=documents,
+            networks=networks,
+            masks=masks,
+            seed=seed,
+            passes=total,
+            progress=progress,
         )
         lesion, scores = bench.lesion(chosen, random_masks)
         larger = bench.versus(scores, bench.share_of_each(share), larger_ones)
@@ -186,35 +190,28 @@ def ablate(
 
 
 @final
+@dataclass(kw_only=True, eq=False)
 class _Bench:
     """Measures a model under different masks."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        documents: Sequence[Document],
-        networks: FunctionalNetworks,
-        masks: Masks,
-        *,
-        seed: int,
-        passes: int,
-        progress: Progress,
-    ) -> None:
-        self._model, self._documents, self._networks, self._masks = (
-            model,
-            documents,
-            networks,
-            masks,
-        )
-        self._seed, self._chance = seed, torch.Generator().manual_seed(seed)
-        self._done, self._passes, self._progress = 0, passes, progress
+    model: nn.Module
+    documents: Sequence[Document]
+    networks: FunctionalNetworks
+    masks: Masks
+    seed: int
+    passes: int
+    progress: Progress
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.chance = torch.Generator().manual_seed(self.seed)
         self.whole = self._score()
 
     def lesion(
         self, components: Sequence[int], random_masks: int, *, tests: int = 1
     ) -> tuple[Lesion, Scores]:
         """Silence networks, and random channels instead."""
-        channels = self._networks.channels(components)
+        channels = self.networks.channels(components)
         scores = self._silenced(channels)
         result = Lesion(
             components=tuple(components),
@@ -229,14 +226,14 @@ class _Bench:
         self, scores: Scores, like: Channels, random_masks: int, *, tests: int = 1
     ) -> Versus:
         """Compare scores with random masks of as many channels per layer."""
-        width = self._networks.layout.width
-        drawn = [random_like(like, width, generator=self._chance) for _ in range(random_masks)]
+        width = self.networks.layout.width
+        drawn = [random_like(like, width, generator=self.chance) for _ in range(random_masks)]
         others = [self._silenced(channels) for channels in drawn]
         sums = np.stack([each.losses for each in others])
         return Versus(
             channels=_count(like),
             masks=tuple(each.level for each in others),
-            difference=difference(scores.losses, sums, scores.tokens, seed=self._seed),
+            difference=difference(scores.losses, sums, scores.tokens, seed=self.seed),
             at_least=sum(each.level.loss >= scores.level.loss for each in others),
             at_most=sum(each.level.loss <= scores.level.loss for each in others),
             tests=tests,
@@ -244,8 +241,8 @@ class _Bench:
 
     def keep_only(self, components: Sequence[int]) -> KeepOnlyResult:
         """Silence all other analysed channels."""
-        channels = self._networks.channels(components)
-        scores = self._silenced(self._networks.others(channels))
+        channels = self.networks.channels(components)
+        scores = self._silenced(self.networks.others(channels))
         return KeepOnlyResult(
             components=len(components),
             channels=_count(channels),
@@ -255,21 +252,21 @@ class _Bench:
 
     def share_of_each(self, share: float) -> Mapping[int, tuple[int, ...]]:
         """Return a share of the channels of each layer, of which only the number counts."""
-        count = max(1, round(share * self._networks.layout.width))
-        return {layer: tuple(range(count)) for layer in self._networks.layout.layers}
+        count = max(1, round(share * self.networks.layout.width))
+        return {layer: tuple(range(count)) for layer in self.networks.layout.layers}
 
     def _silenced(self, channels: Channels) -> Scores:
-        self._masks.clear().lesion(channels)
+        self.masks.clear().lesion(channels)
         return self._score()
 
     def _score(self) -> Scores:
-        scores = score(self._model, self._documents)
-        self._done += 1
-        self._progress(self._done, self._passes)
+        scores = score(self.model, self.documents)
+        self.done += 1
+        self.progress(self.done, self.passes)
         return scores
 
     def _above_whole(self, scores: Scores) -> Interval:
-        return difference(scores.losses, self.whole.losses[None], scores.tokens, seed=self._seed)
+        return difference(scores.losses, self.whole.losses[None], scores.tokens, seed=self.seed)
 
 
 def _check_sample_size(documents: Sequence[Document], share: float) -> None:

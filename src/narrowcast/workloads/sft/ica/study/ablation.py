@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, final
 from narrowcast.errors import ConfigError
 from narrowcast.plain_files import read_plain
 from narrowcast.runs import strict_json
-from narrowcast.runs.writing import replace_file
+from narrowcast.workloads.sft.ica.networks import listed
 from narrowcast.workloads.sft.ica.networks_file import read_typed
 
 FORMAT = "narrowcast.ablation.1"
@@ -137,8 +137,10 @@ class Ablation:
     def verdict(self) -> str:
         """Return the conclusion in a few sentences."""
         result, versus = self.lesion, self.lesion.equal
+        many = "s" * (len(result.components) > 1)
+        named = f"component{many} {listed(result.components)}"
         what = (
-            f"ablating {_components(result.components)}, {result.channels:,} of {self.channels:,} "
+            f"ablating {named}, {result.channels:,} of {self.channels:,} "
             f"channels ({result.channels / self.channels:.1%}), adds {result.cost} nats per token. "
             f"This differs by {versus.difference} from random masks with the same number of "
             "channels per layer"
@@ -167,13 +169,8 @@ class Ablation:
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
 
-def save_ablation(ablation: Ablation, path: Path) -> None:
-    """Write an ablation atomically."""
-    replace_file(path, (strict_json.dumps(ablation.to_json(), indent=1) + "\n").encode())
-
-
 def load_ablation(path: Path) -> Ablation:
-    """Read a file of `save_ablation` or `narrowcast ica ablate`."""
+    """Read a file of `narrowcast ica ablate`."""
     try:
         value = strict_json.loads(read_plain(path).decode())
     except OSError as error:
@@ -191,9 +188,3 @@ def load_ablation(path: Path) -> Ablation:
             f"{path} is not a complete ablation: {error} Run `narrowcast ica ablate` again."
         ) from None
     return ablation
-
-
-def _components(numbers: tuple[int, ...]) -> str:
-    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"components {numbers[0]} to {numbers[-1]}"
-    return f"component{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowcast.config.files import missing_files
 from narrowcast.errors import ConfigError
@@ -25,6 +25,7 @@ TEXT = (".txt", ".md")
 class Documents:
     """Drawn documents and notes."""
 
+    paths: tuple[str, ...]
     documents: tuple[Document, ...]
     available: int
     """Number of documents to draw from."""
@@ -33,6 +34,11 @@ class Documents:
     @property
     def tokens(self) -> int:
         return sum(each["input_ids"].numel() for each in self.documents)
+
+    @property
+    def named(self) -> str:
+        count = f"{self.tokens:,} tokens of {len(self.documents)} documents"
+        return f"{', '.join(self.paths)} ({count})"
 
 
 def draw_documents(
@@ -58,7 +64,7 @@ def draw_documents(
     generator = torch.Generator().manual_seed(seed)
     drawn = sorted(torch.randperm(len(rows), generator=generator)[:samples].tolist())
     chosen = _within([rows[number] for number in drawn], tokens)
-    return Documents(documents=tuple(chosen), available=len(rows), notes=notes)
+    return Documents(paths=tuple(paths), documents=tuple(chosen), available=len(rows), notes=notes)
 
 
 def check_documents(paths: Sequence[str]) -> None:
@@ -79,13 +85,6 @@ def document(ids: Sequence[int], learnt: Sequence[bool] | None = None) -> Docume
 def model_inputs(documents: Sequence[Document]) -> list[dict[str, Tensor]]:
     """Return documents without labels."""
     return [{k: v for k, v in each.items() if k != "labels"} for each in documents]
-
-
-def context_length(model: nn.Module) -> int | None:
-    """Return the context length of a model, if it has one."""
-    config = getattr(model, "config", None)
-    result = getattr(config, "max_position_embeddings", None)
-    return result if isinstance(result, int) else None
 
 
 def check_tokens(documents: Sequence[Document], model: Any) -> None:
