@@ -20,7 +20,7 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.training.evaluation import in_eval_mode
 
-# Known before a compiler traces a layer, which would look for Triton again in its midst.
+# Known before torch.compile traces a layer, which would import Triton again.
 _HAS_TRITON = not unsupported_reason(torch.device("cuda"))
 if _HAS_TRITON:
     from narrowcast.kernels.attention.packed import packed_attention
@@ -31,6 +31,12 @@ LAYERS = ("full_attention", "sliding_attention")
 
 WIDEST = 256
 """Largest head width of the kernel."""
+Batch: TypeAlias = dict[str, Tensor]
+_HALF = 8
+"""Tokens in each of the two trial conversations."""
+_TOLERANCE = 4.0
+"""In spacings of the dtype at the largest logit (fp32: of TF32), for another summation order."""
+_STEPS = {torch.float32: 2.0**-10, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
 def conversation_bounds(position_ids: Tensor) -> Tensor:
@@ -129,17 +135,6 @@ def _seen(bounds: Tensor, window: int | None) -> Tensor:
     since = places[:, None] - places
     near = since >= 0 if window is None else (since >= 0) & (since < window)
     return ((places >= bounds[:, 0, :, None]) & near)[:, None]
-
-
-Batch: TypeAlias = dict[str, Tensor]
-
-_HALF = 8
-"""Tokens in each of the two trial conversations."""
-_TOLERANCE = 4.0
-"""In spacings of the dtype at the largest logit (fp32: of TF32), for another summation order."""
-
-
-_STEPS = {torch.float32: 2.0**-10, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
 @final

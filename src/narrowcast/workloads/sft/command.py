@@ -23,6 +23,21 @@ LINE_SECONDS = 2.0
 CONTEXT = 512
 """Tokens per document, unless the model's context is shorter."""
 SELECTORS = ("percentile", "zscore", "top_k")
+DTYPES = ["float32", "float16", "bfloat16"]
+_SHARED = (
+    click.argument("model"),
+    click.argument("data", nargs=-1, required=True),
+    click.option("--samples", type=click.IntRange(1), default=100, help="Number of documents."),
+    click.option("--tokens", type=click.IntRange(2), help="Maximum tokens of all documents."),
+    click.option(
+        "--max-length",
+        type=click.IntRange(2),
+        help=f"Maximum tokens per document.  [default: {CONTEXT}, or the model's context]",
+    ),
+    click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Random seed."),
+    click.option("--device", default="auto", help="cpu, cuda, cuda:1, …"),
+    click.option("--model-dtype", type=click.Choice(DTYPES), default="float32"),
+)
 
 
 def device_named(name: str) -> str:
@@ -83,28 +98,9 @@ def write(path: Path, text: str) -> None:
         raise ConfigError(f"{path} cannot be written: {explain_write_error(error)}.") from None
 
 
-DTYPES = ["float32", "float16", "bfloat16"]
-
-
 @click.group(context_settings={"show_default": True})
 def ica() -> None:
     """Find, show and test functional networks of a language model."""
-
-
-_SHARED = (
-    click.argument("model"),
-    click.argument("data", nargs=-1, required=True),
-    click.option("--samples", type=click.IntRange(1), default=100, help="Number of documents."),
-    click.option("--tokens", type=click.IntRange(2), help="Maximum tokens of all documents."),
-    click.option(
-        "--max-length",
-        type=click.IntRange(2),
-        help=f"Maximum tokens per document.  [default: {CONTEXT}, or the model's context]",
-    ),
-    click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0),
-    click.option("--device", default="auto", help="cpu, cuda, cuda:1, …"),
-    click.option("--model-dtype", type=click.Choice(DTYPES), default="float32"),
-)
 
 
 def _shared(command: Callable[..., None]) -> Callable[..., None]:
@@ -115,9 +111,8 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @ica.command()
-@_shared
 @click.option("-o", "--output", default="networks.json", help="File to write.")
-@click.option("--components", type=click.IntRange(1), default=5)
+@click.option("--components", type=click.IntRange(1), default=5, help="Number of components.")
 @click.option("--percentile", type=float, help="Select channels at or above it.  [default: 98]")
 @click.option("--zscore", type=float, help="Instead: standard deviations above the mean.")
 @click.option("--two-sided", is_flag=True, help="With --zscore: also as far below the mean.")
@@ -131,8 +126,8 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--site", type=click.Choice(["mlp_output", "down_input"]), default="mlp_output")
 @click.option("--solver", type=click.Choice(["picard", "parallel", "deflation"]), default="picard")
-@click.option("--restarts", type=click.IntRange(1), default=4)
-@click.option("--max-iter", type=click.IntRange(1), default=200)
+@click.option("--restarts", type=click.IntRange(1), default=4, help="Random initialisations.")
+@click.option("--max-iter", type=click.IntRange(1), default=200, help="Maximum iterations.")
 @click.option(
     "--skip-first",
     type=click.IntRange(0),
@@ -147,6 +142,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--standardise/--no-standardise", default=True, help="Scale every channel to variance 1."
 )
+@_shared
 def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> None:
     """Find the functional networks of MODEL on DATA and write them to a file.
 
@@ -154,7 +150,7 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
     .json, .jsonl, .csv and .parquet files of conversations, plain or .gz.
     """
     target = output_path(output)
-    selector = make_selector(options)  # before anything that takes long
+    selector = make_selector(options)  # checked before slow work
     from narrowcast.workloads.sft.ica.entry import functional_networks
     from narrowcast.workloads.sft.ica.ica import ICA
     from narrowcast.workloads.sft.ica.networks import Provenance
@@ -207,7 +203,6 @@ def show(file: str, html: str | None) -> None:
 
 
 @ica.command()
-@_shared
 @click.option("--networks", "file", required=True, help="File written by `narrowcast ica build`.")
 @click.option("-o", "--output", help="JSON file to write the results to.")
 @click.option("--components", help="Components to test, such as 0,2.  [default: all]")
@@ -224,6 +219,7 @@ def show(file: str, html: str | None) -> None:
 @click.option("--each/--no-each", default=True, help="Also test networks one by one.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option("--html", help="Write an HTML page with charts of the results.")
+@_shared
 def ablate(
     model: str, data: tuple[str, ...], file: str, output: str | None, html: str | None, **more: Any
 ) -> None:

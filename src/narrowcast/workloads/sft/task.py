@@ -172,7 +172,7 @@ class FineTuning:
         """Return the task for the engine."""
         judge, networks = self.judge, self.networks
         judged = () if judge is None else judge.info_metrics()
-        # The judge first: it is of the model without masks, as it is saved.
+        # The judge first: it evaluates the model without masks, as it is saved.
         hooks = [*(() if judge is None else judge.hooks())]
         hooks += [] if networks is None else [networks.hook]
         return Task(

@@ -149,7 +149,7 @@ def _content(source: Source) -> str:
     pieces = _bytes(source.file) if source.file is not None else map(_row_bytes, source.rows())
     for piece in pieces:
         content.update(piece)
-    # The same bytes are other rows in a file of another kind.
+    # The same bytes are other rows in another file type.
     ending = "" if source.file is None else "".join(source.file.suffixes[-2:]).lower()
     return f"{content.hexdigest()} {ending}"
 

@@ -11,6 +11,17 @@ from narrowcast.workloads.sft.data.sources import Row
 
 Role = Literal["system", "user", "assistant", "tool", "text"]
 """`text` is plain text without a role."""
+ROLES: dict[str, Role] = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
+}  # fmt: skip
+"""Including the names of ShareGPT and others."""
+CALLS = ("tool_calls", "function_call")
+INSTRUCTION_LIKE = ("instruct", "prompt", "question", "query", "problem", "user", "human", "input")
+RESPONSE_LIKE = ("respon", "answer", "output", "completion", "assistant", "reply", "solution")
 
 
 class Turn(NamedTuple):
@@ -35,17 +46,6 @@ class Conversation(NamedTuple):
     @property
     def is_text(self) -> bool:
         return self.turns[0].role == "text"
-
-
-ROLES: dict[str, Role] = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant",
-    "chatgpt": "assistant",
-    "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
-}  # fmt: skip
-"""Including the names of ShareGPT and others."""
-CALLS = ("tool_calls", "function_call")
 
 
 def parse_turns(messages: Any, location: str) -> tuple[Turn, ...]:
@@ -140,9 +140,6 @@ FORMATS = (
 )
 """The first match wins: three columns before two, so that a context is not lost; `text` last."""
 
-INSTRUCTION_LIKE = ("instruct", "prompt", "question", "query", "problem", "user", "human", "input")
-RESPONSE_LIKE = ("respon", "answer", "output", "completion", "assistant", "reply", "solution")
-
 
 class Conversations:
     """Rows of one source as conversations."""
@@ -226,7 +223,7 @@ def _turns(row: Row, form: Format) -> tuple[Turn, ...]:
         return parse_turns(_value(row, form.messages), row.location)
     if form.text:
         return (Turn("text", _text(row, form.text)),)
-    # Of a format that was asked for, these may be left out; where it was found, they are there.
+    # Optional in a requested format; a detected format has them.
     context = _text(row, form.context) if form.context in row.values else ""
     system = _text(row, form.system) if form.system in row.values else ""
     return (
@@ -251,7 +248,7 @@ def _text(row: Row, key: str) -> str:
         case bool() | list() | dict() | bytes() as other:
             raise ConfigError(f"{row.location}: {key} must be text, got {type(other).__name__}.")
         case float() as number if not math.isfinite(number):
-            return ""  # what pandas and pyarrow make of a field that is not there
+            return ""  # NaN of pandas and pyarrow for a missing field
         case number:
             return str(number)
 

@@ -28,7 +28,7 @@ def packed(lengths: Sequence[int], capacity: int) -> list[Pack]:
     """Pack rows by best-fit decreasing: at most 11/9 of the optimal number of rows, plus one."""
     packs: list[list[int]] = []
     by_room: defaultdict[int, list[int]] = defaultdict(list)
-    rooms: list[int] = []  # those of some pack, ascending
+    rooms: list[int] = []  # of existing packs, ascending
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
         length = lengths[number]
         if length > capacity:

@@ -34,6 +34,22 @@ COPIES = 8
 """Peak memory of parsing a .json file, as a multiple of its size."""
 BATCH = 1024
 """Rows of a .parquet file read at once."""
+VALIDATION = ("validation", "val", "dev", "valid")
+"""Names of validation splits, in order of preference."""
+LARGEST = 9
+QUESTIONS = (
+    "What is {a} + {b}?",
+    "What is {a} plus {b}?",
+    "How much is {a} + {b}?",
+    "How much is {a} plus {b}?",
+    "Add {a} and {b}.",
+    "Add up {a} and {b}.",
+    "Compute {a} + {b}.",
+    "Tell me {a} plus {b}.",
+    "{a} + {b} = ?",
+    "What do {a} and {b} make?",
+)
+"""Ten wordings, so that a validation row is a new question about a known sum."""
 
 
 class Row(NamedTuple):
@@ -108,7 +124,7 @@ def _json(file: BinaryIO, path: Path) -> Iterator[Row]:
 def _csv(file: BinaryIO, path: Path) -> Iterator[Row]:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     reader = csv.reader(text, strict=True)
-    # One limit for the process; the usual one is shorter than some answers.
+    # A process-wide limit; the default is shorter than some answers.
     csv.field_size_limit(max(LONGEST_ROW, csv.field_size_limit()))
     names: list[str] = []
     try:
@@ -128,7 +144,7 @@ def _csv(file: BinaryIO, path: Path) -> Iterator[Row]:
     except csv.Error as error:
         raise ConfigError(f"{path}, line {reader.line_num}: {error}") from error
     finally:
-        text.detach()  # whoever opened the file closes it
+        text.detach()  # the caller closes the file
 
 
 def _header(names: list[str], location: str) -> list[str]:
@@ -145,7 +161,7 @@ def _parquet(file: BinaryIO, path: Path) -> Iterator[Row]:
     from pyarrow import parquet
 
     number = 0
-    # The format is read from its end, which a .gz has only once all of it is unpacked.
+    # Parquet is read from its end, so a .gz must be decompressed first.
     source = io.BytesIO(file.read()) if path.name.lower().endswith(".gz") else file
     try:
         for batch in parquet.ParquetFile(source).iter_batches(batch_size=BATCH):
@@ -158,7 +174,7 @@ def _parquet(file: BinaryIO, path: Path) -> Iterator[Row]:
 
 def _decoded(content: bytes, location: str, *, first: bool) -> str:
     try:
-        # Some editors begin a file with a byte order mark; it is no part of the text.
+        # Some editors write a byte order mark, which is not part of the text.
         return content.decode("utf-8-sig" if first else "utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(_not_utf8(location, error)) from error
@@ -198,10 +214,6 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "number")
 
 
-VALIDATION = ("validation", "val", "dev", "valid")
-"""Names of validation splits, in order of preference."""
-
-
 def hub_sources(name: str, config: str | None, *, key: str) -> "_Resolved":
     """Load a dataset from the Hub or the local cache; return its splits and notes."""
     requested = f"data.{key}={name} is not a file; as a dataset of the Hugging Face Hub it"
@@ -215,7 +227,7 @@ def hub_sources(name: str, config: str | None, *, key: str) -> "_Resolved":
             f"{requested} cannot be downloaded and is not in the local cache: {error}. Write a "
             "local file."
         ) from error
-    except Exception as error:  # of what it calls in turn, over the net and on the disk
+    except Exception as error:  # anything from the network or the disk
         raise ConfigError(
             f"{requested} cannot be loaded: {shortened(str(error), 300)}. Write the name of an "
             "existing dataset or file."
@@ -244,22 +256,6 @@ def _hub_rows(name: str, split: str, rows: Any) -> Iterator[Row]:
         yield Row(values, f"{name} ({split}), row {number}")
     if not number:
         raise ConfigError(f"Split {split} of dataset {name} has no rows. Write another dataset.")
-
-
-LARGEST = 9
-QUESTIONS = (
-    "What is {a} + {b}?",
-    "What is {a} plus {b}?",
-    "How much is {a} + {b}?",
-    "How much is {a} plus {b}?",
-    "Add {a} and {b}.",
-    "Add up {a} and {b}.",
-    "Compute {a} + {b}.",
-    "Tell me {a} plus {b}.",
-    "{a} + {b} = ?",
-    "What do {a} and {b} make?",
-)
-"""Ten wordings, so that a validation row is a new question about a known sum."""
 
 
 def sums() -> Iterator[Row]:
@@ -359,7 +355,7 @@ def match_files(name: str, problems: Problems, *, example: str = "*.jsonl") -> l
     """Return the files of a path or glob, None if nothing matches; add problems."""
     path, shown = expand_path(name), shown_path(name)
     try:
-        # A path that exists is meant as it stands, whatever * or [ it contains.
+        # An existing path is taken literally, even if it contains * or [.
         if stat_or_none(path) is None:
             return matching(path) or None
         open_plain(path, follow=True).close()
@@ -368,7 +364,7 @@ def match_files(name: str, problems: Problems, *, example: str = "*.jsonl") -> l
         reason = error.strerror or errno.errorcode.get(error.errno or 0, "unknown")
         problems.add(f"{shown} cannot be read: {reason}{inside}")
         return []
-    except ValueError as error:  # of ** beside other characters
+    except ValueError as error:  # ** next to other characters
         problems.add(f"{shown}: {error}")
         return []
     return [path]

@@ -18,6 +18,10 @@ from narrowcast.workloads.sft.data.settings import INSTRUCTION_TEMPLATE, Templat
 
 TODAY = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
 """Date for templates that write one (Llama's default), so that tokens do not change daily."""
+ALPACA = "Below is an instruction that describes a task"
+ALPACA_PAIRED = ", paired with an input that provides further context"
+ALPACA_REQUEST = ". Write a response that appropriately completes the request."
+END_OF_TURN = "<|im_end|>"
 
 
 class Piece(NamedTuple):
@@ -89,7 +93,7 @@ class _Rendered:
             raise self.unstable(number)
         at = turn.index(terms) if turn.lstrip().startswith(terms) else turn.rindex(terms)
         if prompt == bare:
-            # It has no words to ask for an answer with, so they are in the turn.
+            # Without a generation prompt, the header is part of the turn.
             start, turn, at = start + at, turn[at:], 0
         return start, start + at + len(terms), stop
 
@@ -145,12 +149,6 @@ def _same(one: str, other: str) -> int:
         return len(one)
     differing = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differing, min(len(one), len(other)))
-
-
-ALPACA = "Below is an instruction that describes a task"
-ALPACA_PAIRED = ", paired with an input that provides further context"
-ALPACA_REQUEST = ". Write a response that appropriately completes the request."
-END_OF_TURN = "<|im_end|>"
 
 
 class Written(NamedTuple):
@@ -242,7 +240,7 @@ def require_end(tokenizer: Any) -> None:
 def _chatml(conversation: Conversation, end: str) -> Iterator[Piece]:
     for number, turn in enumerate(conversation.turns, 1):
         learnt = turn.role == "assistant"
-        # Generation settings of the base model may stop at its eos token only.
+        # The base model's generation settings may stop only at its eos token.
         ends = learnt and number == len(conversation.turns) and end != END_OF_TURN
         yield Piece(f"<|im_start|>{turn.role}\n", False)
         yield Piece(f"{turn.whole}{END_OF_TURN}", learnt)
@@ -266,7 +264,7 @@ def _basic(conversation: Conversation, template: str, end: str) -> Iterator[Piec
     for number, (request, answer) in enumerate(pairs):
         head = "\n\n" if number else f"{system}\n\n" if system else ""
         yield Piece(f"{head}{before}{request.whole}{after}", False)
-        # What the template has after a response is how a response ends.
+        # The text after {response} ends a response.
         yield Piece(f"{answer.text}{tail}{end}", True)
 
 

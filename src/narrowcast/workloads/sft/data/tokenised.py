@@ -18,6 +18,12 @@ from narrowcast.workloads.sft.data.templates import Template, Written, special_t
 EMPTY = "no response"
 LONG_RESPONSE = "response longer than response_max_length"
 LONG_INSTRUCTION = "instruction longer than instruction_max_length"
+Tokens = NDArray[np.int32]
+Learnt = NDArray[np.bool_]
+TOGETHER = 512
+"""Conversations per call of the tokenizer, enough for its threads."""
+TOO_LONG = "more tokens than max_seq_length"
+NOTHING_LEFT = "no response within max_seq_length"
 
 
 @dataclass
@@ -91,14 +97,6 @@ def require_characters(conversation: Conversation) -> None:
                 f"{conversation.location}: the {turn.role} message has a lone surrogate at "
                 f"character {error.start}. Fix the text of the row."
             ) from error
-
-
-Tokens = NDArray[np.int32]
-Learnt = NDArray[np.bool_]
-TOGETHER = 512
-"""Conversations per call of the tokenizer, enough for its threads."""
-TOO_LONG = "more tokens than max_seq_length"
-NOTHING_LEFT = "no response within max_seq_length"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,8 +222,8 @@ def learnt_tokens(written: Written, spans: NDArray[np.int64]) -> Learnt:
     if not len(spans) or not len(marks):
         return np.zeros(len(spans), np.bool_)
     before = np.concatenate([[0], np.cumsum(marks)])
-    # Some tokenizers leave the space before a word out of its span, and a token of nothing but
-    # spaces has none left. So a token reaches from where those before it ended.
+    # Some tokenizers exclude leading spaces from spans, which leaves none for a token of spaces.
+    # So a token starts where the previous ones ended.
     ends = np.maximum.accumulate(spans[:, 1])
     starts = np.minimum(spans[:, 0], np.concatenate([[0], ends[:-1]]))
     starts = np.minimum(starts, len(marks) - 1)

@@ -61,7 +61,7 @@ class Applied:
         self._template = _template(section, self._blocks)
         self.networks: FunctionalNetworks | None = None
         """None before the run begins."""
-        # Before anything is compiled or captured: their factors are changed in place.
+        # Before anything is compiled or captured; factors are changed in place.
         on_device = next(model.parameters()).device.type != "meta"
         masked = section.mode is not None and on_device
         self.masks = Masks(model, site=self.site) if masked else None
@@ -233,7 +233,7 @@ def _template(section: IcaSection, blocks: Blocks) -> FunctionalNetworks | None:
         return None
     networks = load_networks(Path(section.ica_template_path).expanduser())
     _check_blocks(networks, blocks)
-    networks.channels(ids)  # refuses components that do not exist
+    networks.channels(ids)  # raises for components that do not exist
     return networks
 
 

@@ -84,7 +84,7 @@ def find_blocks(model: nn.Module) -> Blocks:
                 matches.append(Blocks(name=name, blocks=tuple(whole)))
     if len(matches) == 1:
         return _tried(matches[0])
-    # Of a model with adapters around it, the model's.
+    # For a model with adapters, the class of the base.
     base = getattr(model, "get_base_model", None)
     kind = type(base() if callable(base) else model).__name__
     if matches:
@@ -127,7 +127,7 @@ def _adds_residual(block: Block) -> bool:
             stack.enter_context(_replaced(each, constant, called))
         try:
             output = block.mlp(*[token for _ in required])
-        except Exception as error:  # code of the model
+        except Exception as error:  # the model's own code
             raise UnsupportedError(
                 f"{type(block.mlp).__name__} cannot be called with hidden states alone: {error}. "
                 "Use a model whose MLPs take hidden states, or hidden states and the residual."
@@ -176,11 +176,11 @@ def as_projection(module: nn.Module) -> Projection | None:
     while isinstance(inner := plain._modules.get("base_layer"), nn.Module):
         plain = inner
     if isinstance(plain, nn.Linear):
-        # Weights in fewer bits lie in memory in other shapes.
+        # Quantized weights have other shapes.
         inputs, outputs = plain.in_features, plain.out_features
         return Projection(module=module, plain=plain, inputs=inputs, outputs=outputs, turned=False)
     shape = _shape_turned(plain)
-    # What transformers' Conv1D calls its outputs.
+    # `nf` is the number of outputs of transformers' Conv1D.
     if shape is None or cast(Any, plain).__dict__.get("nf") != shape[1]:
         return None
     return Projection(module=module, plain=plain, inputs=shape[0], outputs=shape[1], turned=True)

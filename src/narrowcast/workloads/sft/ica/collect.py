@@ -76,7 +76,7 @@ def _stored(source: Signals, dtype: torch.dtype) -> StoredSignals:
     running = RunningStatistics()
     chunks = tuple(_blocks(_looked_at(source, dtype, running), dtype, source.channels))
     statistics = running.result()
-    # What came in no finer digits loses none.
+    # Signals that arrive in this precision lose nothing.
     if torch.finfo(dtype).eps > torch.finfo(running.dtype).eps:
         coarse = statistics.coarse_in(dtype)
         if float(coarse.double().mean()) > COARSE_SHARE:

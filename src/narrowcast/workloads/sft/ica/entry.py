@@ -91,7 +91,7 @@ class ModelSignals:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(in_eval_mode(self._model))
-            # A compiled model would not notice that somebody listens.
+            # Compiled code ignores hooks that are added later.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for location, block in enumerate(self._blocks):
                 stack.callback(self._listen(block, location, heard).remove)
@@ -101,7 +101,7 @@ class ModelSignals:
                 f"{len(self._blocks) - len(heard)} of {len(self._blocks)} layers were not run by "
                 "the model. Select layers that are run."
             )
-        here = heard[0].device  # a model may be spread over several
+        here = heard[0].device  # a model may span several devices
         rows = torch.cat([heard[i].to(here) for i in range(len(heard))], dim=-1)
         return rows[_counted(rows, settings, self._skip_first)]
 

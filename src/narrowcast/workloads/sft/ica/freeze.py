@@ -134,7 +134,7 @@ class Freeze:
             if average is not None:
                 frozen.put(average, saved)
             lead = None if weights.lookahead is None else weights.lookahead.of(frozen.weight)
-            if lead is not None:  # or the rows would follow the optimizer, and the answer them
+            if lead is not None:  # else the rows would follow the optimizer
                 frozen.put(lead, torch.zeros_like(saved))
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _pieces(block: Block, chosen: Sequence[int], site: Site, begun: bool) -> Ite
         return
     yield from _inputs(block.down, chosen, begun)
     for up in block.ups:
-        copies = range(0, up.outputs, block.down.inputs)  # gate and up may be one
+        copies = range(0, up.outputs, block.down.inputs)  # gate and up may be one projection
         yield from _outputs(up, [copy + each for copy in copies for each in chosen], begun)
 
 
@@ -236,7 +236,7 @@ def _inputs(projection: Projection, columns: Sequence[int], begun: bool) -> Iter
         assert inner is not None
         if not begun and outers[0] is not None and bool(outers[0].any()):
             _check_untrained(name)
-        # B begins at zero, so that A does nothing yet, and may as well be zero there.
+        # B is zero, so A has no effect yet and may be set to zero.
         result.append(_Piece(inner, 1, columns, zeroed=True))
         moves_freely += [outer for outer in outers if outer is not None]
     _check_wrapper(projection, [*(piece.weight for piece in result), *moves_freely])

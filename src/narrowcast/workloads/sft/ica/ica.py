@@ -38,6 +38,18 @@ from narrowcast.workloads.sft.ica.subspace import Standardised, Subspace, princi
 
 LOUD_ROWS = 0.01
 """Share of rows for `loud_row_share`."""
+SolverName: TypeAlias = Literal["parallel", "deflation", "picard"]
+SOLVERS: Mapping[SolverName, Callable[..., Rotations]] = {
+    "parallel": fastica_parallel,
+    "deflation": fastica_deflation,
+    "picard": picard,
+}
+STABLE = 0.9
+"""Lower agreement is reported: a correlation of 0.9 leaves a fifth of the variance."""
+LOUD = 0.5
+"""A larger share of variance in 1 % of rows is reported; Laplace has 0.16, normal 0.04."""
+PERCENTILE = "a percentile above 50 and below 100"
+TOLERANCE = "a number between 0 and 1, such as 1e-4"
 
 
 @final
@@ -117,21 +129,6 @@ def canonical(
     return loadings * sign, unmixing * sign[:, None], negentropy(sources), stability, share
 
 
-SolverName: TypeAlias = Literal["parallel", "deflation", "picard"]
-SOLVERS: Mapping[SolverName, Callable[..., Rotations]] = {
-    "parallel": fastica_parallel,
-    "deflation": fastica_deflation,
-    "picard": picard,
-}
-STABLE = 0.9
-"""Lower agreement is reported: a correlation of 0.9 leaves a fifth of the variance."""
-LOUD = 0.5
-"""A larger share of variance in 1 % of rows is reported; Laplace has 0.16, normal 0.04."""
-
-PERCENTILE = "a percentile above 50 and below 100"
-TOLERANCE = "a number between 0 and 1, such as 1e-4"
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class ICA:
@@ -207,7 +204,7 @@ class ICA:
         signals = self._here(inputs)
         if self.clip_activations is not None:
             signals = clip_signals(signals, self.clip_activations)
-        # Of what was stored, not of what came: rounding moves a mean.
+        # Statistics of the stored signals: rounding moves a mean.
         statistics = channel_statistics(signals)
         standard = Standardised.of(signals, statistics, unit_variance=self.standardise)
         generator = torch.Generator().manual_seed(self.seed + position)
@@ -228,7 +225,7 @@ class ICA:
     def _solve(self, white: Tensor) -> tuple[Rotations, tuple[Finding, ...]]:
         """Solve all initialisations at once, in float64 if float32 is not finite."""
         generator = torch.Generator().manual_seed(self.seed)
-        # The same beginnings for every layer: none depends on how many there are.
+        # The same initialisations for every layer, however many there are.
         start = random_rotations((self.restarts,), self.components, generator=generator)
         start = start.expand(len(white), *start.shape)
         solve = SOLVERS[self.solver]

@@ -34,8 +34,7 @@ class Masks:
         self.site = site
         self.width, self.depth = blocks.width(site), blocks.depth
         self._gates = [_Gate(block, self.width, site) for block in blocks.blocks]
-        # What was compiled before would go on as if nobody had come: torch does not look whether
-        # hooks were added since.
+        # torch does not notice hooks that are added after compilation.
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
 
@@ -72,7 +71,7 @@ class Masks:
 
     def remove(self) -> None:
         """Remove the masks from the model."""
-        # Ones first: whatever was compiled with them goes on using them.
+        # First reset to 1: compiled code goes on using the factors.
         self.clear()
         for gate in self._gates:
             gate.handle.remove()
@@ -128,7 +127,7 @@ class _Gate:
 
     def __init__(self, block: Block, width: int, site: Site) -> None:
         weight = next(block.down.module.parameters())
-        # Not of the weight's dtype: those of quantised weights are no numbers.
+        # Not in the weight's dtype, which is an integer type for quantized weights.
         self.factor = torch.ones(width, device=weight.device)
         self.handle: RemovableHandle
         if site == "mlp_output":

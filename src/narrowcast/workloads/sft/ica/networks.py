@@ -12,6 +12,7 @@ from narrowcast.errors import ConfigError
 Site: TypeAlias = Literal["mlp_output", "down_input"]
 Channels: TypeAlias = Mapping[int, tuple[int, ...]]
 """Ascending channels by layer."""
+_PART = re.compile(r"(?P<one>[0-9]+)|(?P<start>[0-9]*):(?P<stop>[0-9]*)", re.ASCII)
 
 
 @final
@@ -202,9 +203,6 @@ def listed(numbers: Sequence[int]) -> str:
     if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
         return f"{ordered[0]} to {ordered[-1]}"
     return ", ".join(map(str, ordered)) or "none"
-
-
-_PART = re.compile(r"(?P<one>[0-9]+)|(?P<start>[0-9]*):(?P<stop>[0-9]*)", re.ASCII)
 
 
 def parse_layers(spec: str | None, depth: int) -> tuple[int, ...]:

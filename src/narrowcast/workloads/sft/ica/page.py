@@ -52,6 +52,15 @@ th { color: var(--quiet); font-weight: 500; } .number { text-align: right; }
 .swatch { display: inline-block; width: .75rem; height: .75rem; margin-right: .5rem;
   border-radius: .1875rem; vertical-align: -.0625rem; }
 """
+WIDTH, MOST_PIXELS = 960, 1200
+LEFT, RIGHT, TOP, BOTTOM = 112, 16, 8, 34
+THINNEST = 1.4
+"""Minimum width of a mark."""
+MOST_CELLS = 24
+"""Components up to which a matrix shows numbers."""
+BAR_ROW = 34
+NETWORKS, MASKED, ABLATION = "networks.json", "masked.json", "ablation.json"
+"""Files in the run folder."""
 
 
 def page(title: str, sections: list[ReportSection]) -> str:
@@ -74,15 +83,6 @@ def page(title: str, sections: list[ReportSection]) -> str:
 """
 
 
-WIDTH, MOST_PIXELS = 960, 1200
-LEFT, RIGHT, TOP, BOTTOM = 112, 16, 8, 34
-THINNEST = 1.4
-"""Minimum width of a mark."""
-MOST_CELLS = 24
-"""Components up to which a matrix shows numbers."""
-BAR_ROW = 34
-
-
 def channel_map(networks: FunctionalNetworks) -> str:
     """Draw the channels of each network by layer."""
     layout = networks.layout
@@ -93,7 +93,7 @@ def channel_map(networks: FunctionalNetworks) -> str:
     rows = {layer: TOP + number * row for number, layer in enumerate(layout.layers)}
     marks = [box(LEFT, TOP, x.end - x.start, height, fill="var(--sunk)")]
     for number, component in enumerate(networks.components):
-        # One path for a network: thousands of boxes would take ten times the bytes.
+        # One path per network: thousands of boxes would take ten times the bytes.
         outline = "".join(
             f"M{x(channel):.1f} {rows[layer] + 0.5:.1f}h{mark:.1f}v{row - 1:.1f}h-{mark:.1f}z"
             for layer, channels in sorted(networks.networks[component].items())
@@ -165,7 +165,7 @@ def ablation_bars(ablation: Ablation) -> str:
     for value, label in x.ticks():
         marks.append(line(x(value), TOP, x(value), bottom, stroke=GRID if value else LINE))
         marks.append(text_mark(x(value), bottom + 16, label, anchor="middle"))
-    # A network has the colour it has on the map; all together have one of their own.
+    # Networks have the colours of the channel map.
     fills = [QUIET, *(colour(number) for number in range(len(ablation.each)))]
     for number, lesion in enumerate(lesions):
         y = TOP + BAR_ROW * number
@@ -317,10 +317,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         f'<div class="scroll"><table><thead><tr>{cells(head, "th")}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
-
-
-NETWORKS, MASKED, ABLATION = "networks.json", "masked.json", "ablation.json"
-"""Files in the run folder."""
 
 
 def sections(folder: Path) -> list[ReportSection]:

@@ -20,6 +20,11 @@ makes up 99 % of component 0 of SmolLM2-135M."""
 MaskMode: TypeAlias = Literal["lesion", "preserve", "scale"]
 OLD_NAMES: dict[str, MaskMode] = {"key": "lesion", "complement": "preserve"}
 """Names in FunctionalNetworksSFT."""
+_SELECTORS = ("ica_percentile", "ica_zscore", "ica_top_k")
+_WITH_TEMPLATE = (
+    "mask_mode", "scale", "freeze", "ica_mask_layers", "ica_component_ids", "ica_template_path",
+)  # fmt: skip
+"""Settings that apply to networks of a file, too."""
 
 
 class IcaSection(Section):
@@ -164,10 +169,3 @@ class IcaSection(Section):
             conflicts.append((("ica_two_sided", "ica_zscore"), text))
         check_conflicts(conflicts)
         return self
-
-
-_SELECTORS = ("ica_percentile", "ica_zscore", "ica_top_k")
-_WITH_TEMPLATE = (
-    "mask_mode", "scale", "freeze", "ica_mask_layers", "ica_component_ids", "ica_template_path",
-)  # fmt: skip
-"""Settings that apply to networks of a file, too."""

@@ -20,6 +20,15 @@ Kind = Literal[
     "dtype", "overflow", "coarse", "constant", "subspace", "solver", "convergence", "stability",
     "loud rows",
 ]  # fmt: skip
+_log = logging.getLogger(__name__)
+NARROW = (torch.float16, torch.bfloat16)
+ICA_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, *NARROW)}
+CHUNK_ELEMENTS = 2**22
+"""16 MiB of fp32, large enough for fast products with a few dozen columns."""
+TOO_LARGE = (
+    "The squares of the signals overflow {work}. Divide the signals by their largest value; the "
+    "components stay the same."
+)
 
 
 class Finding(NamedTuple):
@@ -31,12 +40,6 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.what}. {self.answer}."
-
-
-_log = logging.getLogger(__name__)
-
-NARROW = (torch.float16, torch.bfloat16)
-ICA_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, *NARROW)}
 
 
 class Storage(NamedTuple):
@@ -70,10 +73,6 @@ def working_dtype(stored: torch.dtype) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
-
-
-CHUNK_ELEMENTS = 2**22
-"""16 MiB of fp32, large enough for fast products with a few dozen columns."""
 
 
 class Signals(Protocol):
@@ -133,8 +132,8 @@ class FileSignals:
                 f"{self.path} has {size} bytes, which is not a whole number of rows of "
                 f"{self.channels} {self.dtype}. Pass the right number of channels."
             )
-        # One buffer for all: who keeps a chunk copies it. A GPU copies from memory that stays in
-        # its place by itself; else a processor does, half as fast as it reads the file.
+        # One buffer for all chunks: copy a chunk to keep it. Pinned, so that a GPU copies it;
+        # a CPU copy would be half as fast as reading the file.
         space = torch.empty(
             chunk_rows(self.channels) * row,
             dtype=torch.uint8,
@@ -187,12 +186,6 @@ class StoredSignals:
         return StoredSignals(tuple(c[:, start:stop] for c in self.chunks), stop - start)
 
 
-TOO_LARGE = (
-    "The squares of the signals overflow {work}. Divide the signals by their largest value; the "
-    "components stay the same."
-)
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class ChannelStatistics:
@@ -237,7 +230,7 @@ class RunningStatistics:
         self.dtype, work = chunk.dtype, working_dtype(chunk.dtype)
         self._eps = torch.finfo(work).eps
         if self._shift is None or self._sum is None or self._squares is None:
-            # Near the mean, so that the squares below do not drown their differences.
+            # Near the mean, to avoid cancellation in the squares.
             self._shift = chunk[:256].to(work).mean(0)
             self._sum = torch.zeros_like(self._shift, dtype=torch.float64)
             self._squares = torch.zeros_like(self._sum)
@@ -258,13 +251,13 @@ class RunningStatistics:
                 "data."
             )
         offset = self._sum / self._rows
-        # Half is left to products of channels about their mean: these squares are about a shift.
+        # Half of the range is left for products about the mean; these squares are about a shift.
         if float(self._squares.max()) > torch.finfo(self._shift.dtype).max / 2:
             raise ConfigError(TOO_LARGE.format(work=dtype_name(self._shift.dtype)))
         mean = self._shift.double() + offset
         variance = (self._squares / self._rows - offset.square()).clamp_(min=0)
         spread = variance.sqrt()
-        # Below one spacing at its mean, a spread is what computing it left.
+        # A spread below one spacing at the mean is rounding.
         constant = spread <= self._eps * mean.abs()
         return ChannelStatistics(
             rows=self._rows, mean=mean, spread=spread.masked_fill(constant, 0.0)

@@ -13,6 +13,15 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+ContrastName: TypeAlias = Literal["logcosh", "cube", "exp"]
+GAUSSIAN_LOGCOSH = 0.3745672075
+"""Mean of log cosh over a standard normal distribution."""
+MEMORY = 7
+"""Pairs in the L-BFGS memory, as in the paper."""
+SMALLEST_CURVATURE = 0.01
+HALVINGS = 10
+"""Halvings of a step before it is given up."""
+
 
 class Rotations(NamedTuple):
     """Result of a solver."""
@@ -31,7 +40,7 @@ class Rotations(NamedTuple):
     @property
     def finite(self) -> bool:
         """Whether nothing overflowed; synchronises."""
-        # A gradient that is not finite moves nothing, and shows in the change alone.
+        # A nonfinite gradient moves nothing and shows only in the change.
         return bool(self.matrices.isfinite().all() & self.change.isfinite().all())
 
 
@@ -51,16 +60,10 @@ def compute_sources(rotation: Tensor, white: Tensor) -> Tensor:
 def nearest_rotation(matrix: Tensor) -> Tensor:
     """Return (M Mᵀ)^(-1/2) M; NaN where the matrix is not finite."""
     finite = matrix.isfinite().all(-1).all(-1)[..., None, None]
-    # torch refuses a whole batch for one item that is not finite.
+    # torch raises for the whole batch if one item is not finite.
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     u, _, v = torch.linalg.svd(torch.where(finite, matrix, eye))
     return torch.where(finite, u @ v, torch.nan)
-
-
-ContrastName: TypeAlias = Literal["logcosh", "cube", "exp"]
-
-GAUSSIAN_LOGCOSH = 0.3745672075
-"""Mean of log cosh over a standard normal distribution."""
 
 
 class Contrast(NamedTuple):
@@ -146,7 +149,7 @@ def _iterate(
         turned = ((moved * now).sum(-1).abs() - 1).abs().amax(-1)
         going = change > tol
         now = torch.where(going[..., None, None], moved, now)
-        change = torch.where(going, turned, change)  # NaN is not above tol: it ends there
+        change = torch.where(going, turned, change)  # NaN is not above tol and stops
     return Rotations(matrices=now, iterations=iterations, change=change, tol=tol)
 
 
@@ -159,16 +162,9 @@ def _newton(rotation: Tensor, white: Tensor, contrast: Contrast) -> Tensor:
 def _orthogonalise(row: Tensor, matched: Tensor) -> Tensor:
     """Return a unit row orthogonal to the others."""
     rest = row - (row @ matched.transpose(-1, -2)) @ matched
-    rest = rest - (rest @ matched.transpose(-1, -2)) @ matched  # what rounding left of the first
+    rest = rest - (rest @ matched.transpose(-1, -2)) @ matched  # again, because of rounding
     length: Tensor = rest.norm(dim=-1, keepdim=True)
     return rest / length
-
-
-MEMORY = 7
-"""Pairs in the L-BFGS memory, as in the paper."""
-SMALLEST_CURVATURE = 0.01
-HALVINGS = 10
-"""Halvings of a step before it is given up."""
 
 
 def picard(
@@ -184,7 +180,7 @@ def picard(
         iterations += 1
         going = change > tol
         direction = -memory.applied(gradient, curvature)
-        # Uphill, or nowhere: what is remembered belongs to another place.
+        # Uphill or nowhere: the memory is of no use here.
         lost = _inner(direction, gradient) >= 0
         direction = torch.where(lost[..., None, None], -gradient / curvature, direction)
         step, moved = _search(now, white, direction, sign, contrast)
@@ -206,7 +202,7 @@ class _Memory:
     def add(self, step: Tensor, difference: Tensor, *, valid: Tensor) -> None:
         inner = _inner(step, difference)
         valid = valid & (inner > 0)
-        # A pair that does not count has weight 0 and changes nothing below; nor do older ones.
+        # A pair that does not count gets weight 0, and so do older ones.
         self._pairs = [(s, d, torch.where(valid, w, 0.0)) for s, d, w in self._pairs]
         weight = torch.where(valid, 1 / inner.masked_fill(~valid, 1.0), 0.0)
         self._pairs = [*self._pairs, (step, difference, weight)][-MEMORY:]
@@ -230,7 +226,7 @@ def _slopes(now: Tensor, white: Tensor, contrast: Contrast) -> tuple[Tensor, Ten
     slope, slope_of_slope = contrast.slopes(sources)
     cross = (slope @ sources.transpose(-1, -2) / sources.shape[-1]).to(now.device)
     kappa = slope_of_slope.to(now.device) - cross.diagonal(dim1=-2, dim2=-1)
-    # Flat tails and heavy ones: a contrast falls towards one of the two, its negative to the other.
+    # The contrast falls towards heavy or flat tails, its negative towards the other.
     sign = torch.where(kappa < 0, -1.0, 1.0).to(cross)
     cross, kappa = cross * sign[..., None], kappa.abs()
     gradient = (cross - cross.transpose(-1, -2)) / 2

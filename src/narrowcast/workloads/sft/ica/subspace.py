@@ -71,7 +71,7 @@ class Standardised:
         unit_variance: bool = True,
     ) -> "Standardised":
         live = ~statistics.constant
-        # Without a scale for each, one for all: results do not depend on the unit of signals.
+        # One scale for all channels, so that results do not depend on the unit of signals.
         common = statistics.spread.square().mean().sqrt().expand_as(statistics.spread)
         scale = statistics.spread if unit_variance else common
         factor = torch.where(live, 1 / scale.masked_fill(~live, 1.0), 0.0)
@@ -133,7 +133,7 @@ def principal_subspace(
         raise ConfigError(
             f"components must be at most {rank}, the rank of the signals, got {components}."
         )
-    # A channel that says nothing is in no direction, to the last bit.
+    # Constant channels are exactly zero.
     stored = (signals.factor != 0).to(result.basis)
     return replace(result, basis=result.basis * stored[:, None])
 
@@ -153,7 +153,7 @@ def _by_lanczos(
     signals: Standardised, components: int, *, width: int, generator: torch.Generator
 ) -> Subspace:
     first = next(iter(signals.centred()))
-    # Drawn on the CPU, so that every device begins alike.
+    # Drawn on the CPU, so that every device starts alike.
     drawn = torch.randn((len(signals.factor), width), generator=generator, dtype=torch.float64)
     block = _orthonormal(drawn.to(first.device, first.dtype))
     vectors, images = block[:, :0], block[:, :0]
@@ -165,7 +165,7 @@ def _by_lanczos(
             break
         block = image - vectors @ (vectors.T @ image)
         block = _orthonormal(block)
-        # Once more: what cancelled above left rounding along the old ones.
+        # Once more, because cancellation leaves rounding errors.
         block = _orthonormal(block - vectors @ (vectors.T @ block))
     return matched
 

@@ -26,7 +26,7 @@ LONGEST_NUMBER = 1000
 
 _NUMBER = re.compile(
     r"""
-    (?P<sign>(?<![0-9)\]])[-+\u2212])?      # after a number it is a minus between two
+    (?P<sign>(?<![0-9)\]])[-+\u2212])?      # not a minus between two numbers
     \s?[$\u20ac\u00a3]?\s?
     (?P<inner>(?<=[$\u20ac\u00a3])[-\u2212])?
     (?:
@@ -39,6 +39,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
+LEVEL = 0.95
 
 
 def number_in(text: str) -> Fraction | None:
@@ -101,9 +102,6 @@ def _value(match: re.Match[str]) -> Fraction | None:
 def _plain(text: str) -> str:
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(folded.split()).strip(string.punctuation + " ")
-
-
-LEVEL = 0.95
 
 
 class Interval(NamedTuple):

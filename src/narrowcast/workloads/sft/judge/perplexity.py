@@ -20,6 +20,9 @@ from narrowcast.plain_files import open_plain
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.workloads.sft.data.sources import match_files
 
+AT_ONCE = 2**26
+"""Logits cast to fp32 at once: 256 MiB."""
+
 
 class Text(NamedTuple):
     """A text and its path."""
@@ -53,7 +56,7 @@ def _beginning(path: Path, most_bytes: int) -> str:
     try:
         with io.BufferedReader(open_plain(path, follow=True)) as file:
             data = file.read(most_bytes)
-            # A character that was cut is read to its end.
+            # Complete a character that was cut.
             while data and (more := file.peek(1)[:1]) and more[0] & 0xC0 == 0x80:
                 data += file.read(1)
     except OSError as error:
@@ -70,10 +73,6 @@ def _beginning(path: Path, most_bytes: int) -> str:
     if not text.strip():
         raise ConfigError(f"{shown} has only whitespace." if data else f"{shown} is empty.")
     return text
-
-
-AT_ONCE = 2**26
-"""Logits cast to fp32 at once: 256 MiB."""
 
 
 class Perplexity(NamedTuple):

@@ -83,7 +83,7 @@ def stop_tokens(template: Template) -> tuple[int, ...]:
     eos = int(template.tokenizer.eos_token_id)
     try:
         token = response_ending(template).token
-    except ConfigError:  # a chat template that data.loss_on=all accepts; its text ends with the eos
+    except ConfigError:  # accepted by data.loss_on=all, with an eos token at the end
         return (eos,)
     return (eos,) if token in (None, eos) else (int(token), eos)
 
@@ -160,7 +160,7 @@ def _placed(conversation: Conversation, template: Template) -> tuple[list[Piece]
 
 def _pieces(conversation: Conversation, template: Template) -> Iterator[Piece]:
     if template.name == "chat":
-        # Whatever is learnt, a prompt ends where a response begins.
+        # A prompt ends where a response starts, whatever loss_on is.
         specials = special_texts(template.tokenizer)
         return chat_pieces(conversation, template.tokenizer, specials)
     return template.write(conversation)

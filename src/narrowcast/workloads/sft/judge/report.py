@@ -13,6 +13,16 @@ from narrowcast.runs.writing import written_atomically
 
 SAMPLES, JUDGED = "samples.json", "judged.json"
 MOST_BYTES = 256 * 2**20
+LONGEST_SHOWN = 4000
+"""Characters per text; the file has all of it."""
+_CARD = (
+    "border:1px solid var(--line);border-radius:0.5rem;padding:0.75rem 1rem;"
+    "background:var(--raised);min-width:0"
+)
+_TEXT = (
+    "white-space:pre-wrap;overflow-wrap:anywhere;margin:0.25rem 0 0;max-height:24rem;overflow:auto"
+)
+_SHADE = {"prompt": "var(--quiet)", "reference": "var(--good)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +56,6 @@ def write_json(path: Path, value: object) -> None:
     text = strict_json.dumps(value, indent=1) + "\n"
     with written_atomically(path, hint="free what is in the way, and resume the run") as extra:
         extra.write_text(text, encoding="utf-8")
-
-
-LONGEST_SHOWN = 4000
-"""Characters per text; the file has all of it."""
-
-_CARD = (
-    "border:1px solid var(--line);border-radius:0.5rem;padding:0.75rem 1rem;"
-    "background:var(--raised);min-width:0"
-)
-_TEXT = (
-    "white-space:pre-wrap;overflow-wrap:anywhere;margin:0.25rem 0 0;max-height:24rem;overflow:auto"
-)
-_SHADE = {"prompt": "var(--quiet)", "reference": "var(--good)"}
 
 
 def sections(folder: Path) -> list[ReportSection]:

@@ -40,10 +40,10 @@ def loading_options(base: str, *, device: torch.device, compute: torch.dtype) ->
         made = make(
             load_in_4bit=True,
             bnb_4bit_quant_type=base,
-            bnb_4bit_use_double_quant=True,  # of the scales too: 0.4 bits a weight less
+            bnb_4bit_use_double_quant=True,  # also quantizes the scales: 0.4 bits per weight less
             bnb_4bit_compute_dtype=compute,
         )
-    # bitsandbytes quantises as it loads, on the device it will compute on.
+    # bitsandbytes quantizes while loading, on the compute device.
     return {"quantization_config": made, "device_map": {"": str(device)}}
 
 
@@ -194,7 +194,7 @@ class Built(NamedTuple):
 def build_model(recipe: Recipe, *, device: torch.device) -> Built:
     """Return the model on a device; only shapes on the meta device."""
     settings, lora = recipe.section(SftModel), recipe.section(LoraSection)
-    # What is missing here comes before what does not go together.
+    # A missing package is reported before conflicting settings.
     loading_options(settings.base_dtype, device=device, compute=torch.float32)
     check_merge(settings, lora)
     quantized = settings.base_dtype == "e4m3"
@@ -234,7 +234,7 @@ def _bound(model: Any, recipe: Recipe, device: torch.device) -> bool:
         return False
     try:
         separate_conversations(model)
-    except UnsupportedError:  # rows of one conversation need it not
+    except UnsupportedError:  # not needed for rows of one conversation
         return False
     return True
 

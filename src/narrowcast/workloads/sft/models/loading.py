@@ -24,6 +24,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML."""
+_Loaded = TypeVar("_Loaded")
+GGUF = ".gguf"
+ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def tiny_tokenizer() -> Any:
@@ -39,7 +43,7 @@ def tiny_tokenizer() -> Any:
     tokenizer = fast(
         tokenizer_object=bytes_only,
         eos_token="<|im_end|>",
-        pad_token="<|pad|>",  # a sign, no secret
+        pad_token="<|pad|>",  # not a secret
         additional_special_tokens=["<|im_start|>"],
         model_max_length=CONTEXT,
     )
@@ -60,20 +64,13 @@ def tiny_config() -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
-        initializer_range=0.08,  # near 1 / sqrt(128): from 0.02 no sum is right at step 200
+        initializer_range=0.08,  # near 1 / sqrt(128); with 0.02 no sum is right at step 200
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
     )
-
-
-_Loaded = TypeVar("_Loaded")
-
-GGUF = ".gguf"
-ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class ModelLocation(NamedTuple):
@@ -124,7 +121,7 @@ def load_tokenizer(
         what = f"the tokenizer of model.path={name}"
         tokenizer = _from_pretrained(AutoTokenizer, name, what, trust_remote_code)
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
-        # Of some families transformers makes an empty one, without a word.
+        # For some families transformers silently creates an empty one.
         raise ConfigError(
             f"model.path={name} has no working tokenizer. Put tokenizer.json and "
             "tokenizer_config.json next to config.json."
@@ -193,7 +190,7 @@ def load_model(
             trust_remote_code=trust_remote_code,
             use_safetensors=None if location.gguf else True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # to be told which; none is taken
+            ignore_mismatched_sizes=True,  # to learn which; they raise below
             **location.options,
             **options,
         ),
@@ -215,7 +212,7 @@ def context_length(model: Any) -> int | None:
 def _kind(path: Path) -> Literal["folder", "file", "nothing"]:
     try:
         return "folder" if path.is_dir() else "file" if path.exists() else "nothing"
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # an invalid file name
         return "nothing"
 
 
@@ -267,7 +264,7 @@ def _loaded(load: Callable[[], _Loaded], what: str) -> _Loaded:
         raise UnsupportedError(
             f"{what} needs a package that is not installed: {_line(error)}."
         ) from error
-    except Exception as error:  # whatever transformers makes of strange files
+    except Exception as error:  # anything transformers raises for bad files
         if _is_offline(error):
             raise UnsupportedError(
                 f"{what} is not a local folder, and the Hugging Face Hub is not reachable or has "

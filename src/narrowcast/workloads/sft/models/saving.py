@@ -50,7 +50,7 @@ def _save_full(
     model: Any = prepared.model
     causal: Any = transformers.AutoModelForCausalLM
     config.eos_token_id = getattr(model.config, "eos_token_id", None)
-    # Of the class that transformers knows; the trained one has other classes inside.
+    # The class that transformers knows; the trained model has fused modules inside.
     with torch.device("meta"):
         remote = recipe.section(SftModel).trust_remote_code
         shell = causal.from_config(config, dtype=dtype, trust_remote_code=remote)

@@ -33,6 +33,17 @@ from narrowcast.workloads.sft.ica.study.ablation import (
 TIMES = 4000
 BOUNDS = (2.5, 97.5)
 Sums = NDArray[np.float64]
+MOST_TOKENS = 2048
+"""Per batch, because logits over a large vocabulary need much memory."""
+Document: TypeAlias = Mapping[str, Tensor]
+"""`input_ids` and unshifted `labels`, (1, tokens) each."""
+RANDOM_MASKS = 39
+"""The fewest for p = 0.05: a network beyond all 39 has a two-sided p of 2/40."""
+SHARE = 0.15
+"""As in the first such study."""
+MOST_POINTS = 12
+Progress: TypeAlias = Callable[[int, int], None]
+"""Receives the passes done and their total."""
 
 
 def difference(one: Sums, others: Sums, tokens: Sums, *, seed: int) -> Interval:
@@ -49,12 +60,6 @@ def difference(one: Sums, others: Sums, tokens: Sums, *, seed: int) -> Interval:
     low, high = np.percentile(weights @ one - rest, BOUNDS)
     value = (one.sum() - others.mean(0).sum()) / tokens.sum()
     return Interval(value=float(value), low=float(low), high=float(high))
-
-
-MOST_TOKENS = 2048
-"""Per batch, because logits over a large vocabulary need much memory."""
-Document: TypeAlias = Mapping[str, Tensor]
-"""`input_ids` and unshifted `labels`, (1, tokens) each."""
 
 
 class Scores(NamedTuple):
@@ -114,15 +119,6 @@ def _scored(model: Any, batch: Document, device: torch.device) -> Tensor:
     counted = labels != IGNORED
     hits = (logits.argmax(-1) == labels) & counted
     return torch.stack([each.double().sum(1) for each in (losses, hits, counted)])
-
-
-RANDOM_MASKS = 39
-"""The fewest for p = 0.05: a network beyond all 39 has a two-sided p of 2/40."""
-SHARE = 0.15
-"""As in the first such study."""
-MOST_POINTS = 12
-Progress: TypeAlias = Callable[[int, int], None]
-"""Receives the passes done and their total."""
 
 
 def ablate(
