@@ -89,10 +89,7 @@ def test_layer_by_layer_every_network_is_in_one_layer(make_model, many):
     layers = [set(networks.networks[c]) for c in networks.components]
     assert all(layers[c] <= {c // 3} for c in range(9))
     assert networks.layout.width == 40
-    with pytest.raises(
-        ConfigError, match="have down_input channels, but site=mlp_output was requested"
-    ):
-        networks.require_fit(depth=3, width=40, site="mlp_output")
+    assert networks.layout.site == "down_input"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "auto", None])

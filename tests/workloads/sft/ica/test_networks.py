@@ -174,10 +174,6 @@ def test_iou_is_symmetric_and_one_for_the_same(one, other):
     [
         ({"depth": 4, "width": 16}, "have 8 channels per layer, but this model has 16. Build"),
         ({"depth": 6, "width": 8}, "are for 4 layers, but this model has 6. Build"),
-        (
-            {"depth": 4, "width": 8, "site": "down_input"},
-            "but site=down_input was",
-        ),
     ],
 )
 def test_a_model_of_another_shape_is_refused(shape, why):

@@ -198,7 +198,7 @@ def test_other_files_are_other_data(make_model, judged, files):
     [
         ({"every": 3}, None),
         ({"exact_match": "none.jsonl"}, "none.jsonl cannot be read: No such file"),
-        ({"exact_match": "a\0b"}, "zero byte"),
+        ({"exact_match": "a\0b.jsonl"}, "zero byte"),
         ({"perplexity": "none.txt"}, "eval_tasks.perplexity: none.txt: no such file"),
         ({"perplexity_length": 513}, "Write eval_tasks.perplexity_length=512"),
         ({"max_new_tokens": 500}, r"line 1 has a prompt of \d+ tokens.*exceeds the model's 512"),

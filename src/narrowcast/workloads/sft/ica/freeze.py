@@ -61,7 +61,11 @@ class Freeze:
     def __init__(self, model: nn.Module, channels: Channels, *, site: Site = "mlp_output") -> None:
         """Store the rows; raise if an adapter already has nonzero weights for them."""
         self._frozen = list(_frozen_rows(model, channels, site))
-        self._check_not_empty()
+        if not self._frozen:
+            raise ConfigError(
+                "Nothing to freeze: no weight of these channels is trained. Leave freezing out, or "
+                "train the down projections (LoRA targets such as down_proj or c_proj)."
+            )
         for frozen in self._frozen:
             if frozen.zeroed:
                 frozen.put(frozen.weight, torch.zeros_like(frozen.of(frozen.weight)))
@@ -76,13 +80,6 @@ class Freeze:
         freeze._frozen = list(_frozen_rows(model, channels, site, begun=True))
         freeze.load_state_dict(state)
         return freeze
-
-    def _check_not_empty(self) -> None:
-        if not self._frozen:
-            raise ConfigError(
-                "Nothing to freeze: no weight of these channels is trained. Leave freezing out, or "
-                "train the down projections (LoRA targets such as down_proj or c_proj)."
-            )
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -158,22 +158,18 @@ class FunctionalNetworks:
 
     def require_fit(self, *, depth: int, width: int) -> None:
         """Raise if the networks do not fit a model of this shape."""
-        made_for = "made for " + (self.provenance.model or "another model")
-        again = ". Build networks for this model."
-        if width != self.layout.width:
+        layout, made_for = self.layout, self.provenance.model or "another model"
+        problems = []
+        if width != layout.width:
+            problems.append(f"have {layout.width} channels per layer, but this model has {width}")
+        if layout.depth is not None and depth != layout.depth:
+            problems.append(f"are for {layout.depth} layers, but this model has {depth}")
+        if layout.layers[-1] >= depth:
+            problems.append(f"have layer {layout.layers[-1]}, but this model has {depth} layers")
+        if problems:
             raise ConfigError(
-                f"These networks, {made_for}, have {self.layout.width} channels per layer, but "
-                f"this model has {width}{again}"
-            )
-        if self.layout.depth is not None and depth != self.layout.depth:
-            raise ConfigError(
-                f"These networks, {made_for}, are for {self.layout.depth} layers, but this model "
-                f"has {depth}{again}"
-            )
-        if self.layout.layers[-1] >= depth:
-            raise ConfigError(
-                f"These networks, {made_for}, have layer {self.layout.layers[-1]}, but this model "
-                f"has {depth} layers{again}"
+                f"These networks, made for {made_for}, {problems[0]}. Build networks for this "
+                "model."
             )
 
     def _network(self, component: int) -> Channels:

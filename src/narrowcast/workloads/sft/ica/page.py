@@ -18,12 +18,12 @@ from narrowcast.runs.report_drawing import (
     box,
     colour,
     dots,
+    legend,
     line,
     path,
     text_mark,
 )
 from narrowcast.runs.report_drawing import drawing as svg
-from narrowcast.runs.report_drawing import legend as svg_legend
 from narrowcast.workloads.sft.ica import text
 from narrowcast.workloads.sft.ica.networks import FunctionalNetworks
 from narrowcast.workloads.sft.ica.networks_file import load_networks
@@ -110,14 +110,6 @@ def channel_map(networks: FunctionalNetworks) -> str:
     sizes = ", ".join(f"{c} has {networks.size(c):,}" for c in networks.components[:20])
     alt = f"Map of the channels of each network by layer; channel counts: component {sizes}."
     return _drawing(marks, height + TOP + BOTTOM, alt)
-
-
-def legend(networks: FunctionalNetworks) -> str:
-    """Return the legend of the channel map."""
-    return svg_legend(
-        (colour(number), f"component {component}, {networks.size(component):,}")
-        for number, component in enumerate(networks.components)
-    )
 
 
 def sizes_by_layer(networks: FunctionalNetworks) -> str:
@@ -255,7 +247,11 @@ def _drawing(marks: Iterable[str], height: float, alt: str) -> str:
 def networks_section(networks: FunctionalNetworks) -> ReportSection:
     """Return charts and a table of networks."""
     about, *notes = text.about(networks)
-    parts = [f"<p>{escape(about)}.</p>", channel_map(networks), legend(networks)]
+    colours = legend(
+        (colour(number), f"component {component}, {networks.size(component):,}")
+        for number, component in enumerate(networks.components)
+    )
+    parts = [f"<p>{escape(about)}.</p>", channel_map(networks), colours]
     parts += [_noted(note) for note in notes]
     parts.append(_table(*text.network_rows(networks)))
     parts += ["<h3>Channels per component and layer</h3>", sizes_by_layer(networks)]

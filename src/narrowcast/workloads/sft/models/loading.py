@@ -278,14 +278,8 @@ def _loaded(load: Callable[[], _Loaded], what: str) -> _Loaded:
 
 
 def _is_offline(error: BaseException) -> bool:
-    overrides = (
-        "connect to",
-        "couldn't connect",
-        "offline",
-        "not a valid model identifier",
-        "max retr",
-    )
-    return any(word in str(error).lower() for word in overrides)
+    signs = "connect to|couldn't connect|offline|not a valid model identifier|max retr"
+    return re.search(signs, str(error).lower()) is not None
 
 
 def _line(error: BaseException) -> str:
