@@ -25,7 +25,6 @@ from narrowcast.workloads.sft.data.tokenised import TokenRows
 from narrowcast.workloads.sft.ica.applied import Applied, sampled
 from narrowcast.workloads.sft.ica.networks import Provenance
 from narrowcast.workloads.sft.ica.settings import IcaSection
-from narrowcast.workloads.sft.ica.signals import dtype_name
 from narrowcast.workloads.sft.judge.generation import model_ends, set_stop_tokens
 from narrowcast.workloads.sft.judge.judging import Judge
 from narrowcast.workloads.sft.judge.prompts import stop_tokens
@@ -136,7 +135,8 @@ def _trained(built: Built, recipe: Recipe) -> list[str]:
         notes[0] += f", {len(built.quantized)} layers in e4m3 at {decibels}"
     # Weights of experts are in no linear layer.
     if experts := [p for p in frozen if p.dim() == 3]:
-        count, dtype = sum(p.numel() for p in experts), dtype_name(experts[0].dtype)
+        count = sum(p.numel() for p in experts)
+        dtype = str(experts[0].dtype).removeprefix("torch.")
         notes.append(f"{count:,} parameters of experts have no adapters and stay in {dtype}")
     return notes
 

@@ -215,7 +215,7 @@ class ICA:
             statistics=statistics,
             total=float((statistics.spread * standard.factor).square().sum()),
             dtype=next(iter(signals)).dtype,
-            findings=(*known, *_seen_in(statistics, subspace)),
+            findings=(*known, *_signal_findings(statistics, subspace)),
         )
 
     def _here(self, signals: Signals) -> Signals:
@@ -296,7 +296,7 @@ class ICA:
             findings=(
                 *reduced.findings,
                 *solved,
-                *_seen_of(stability, loud, rows=rows, first=first),
+                *_component_findings(stability, loud, rows=rows, first=first),
             ),
         )
 
@@ -310,7 +310,7 @@ class _Reduced(NamedTuple):
     findings: tuple[Finding, ...]
 
 
-def _seen_in(statistics: ChannelStatistics, subspace: Subspace) -> Iterator[Finding]:
+def _signal_findings(statistics: ChannelStatistics, subspace: Subspace) -> Iterator[Finding]:
     if constant := int(statistics.constant.sum()):
         what = f"{constant} of {len(statistics.spread)} channels are constant"
         yield Finding("constant", what, "They are in no component")
@@ -322,7 +322,9 @@ def _seen_in(statistics: ChannelStatistics, subspace: Subspace) -> Iterator[Find
         yield Finding("subspace", what, "Write fewer components, or treat the last ones with care")
 
 
-def _seen_of(stability: Tensor, loud: Tensor, *, rows: int, first: int) -> Iterator[Finding]:
+def _component_findings(
+    stability: Tensor, loud: Tensor, *, rows: int, first: int
+) -> Iterator[Finding]:
     low = [first + i for i, score in enumerate(stability.tolist()) if score < STABLE]
     if low:
         what = f"components {', '.join(map(str, low))} differ between random initialisations"

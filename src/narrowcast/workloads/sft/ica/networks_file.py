@@ -74,8 +74,8 @@ def networks_from_json(text: str) -> FunctionalNetworks:
         )
     known = {"format", *FunctionalNetworks.__dataclass_fields__}
     top = _keys(value, "the file", known)
-    if (found := top.pop("format")) != FORMAT:
-        raise ConfigError(f"format must be {FORMAT}, got {found!r}.")
+    if (written := top.pop("format")) != FORMAT:
+        raise ConfigError(f"format must be {FORMAT}, got {written!r}.")
     networks: FunctionalNetworks = read_typed(top, FunctionalNetworks, "")
     return networks
 

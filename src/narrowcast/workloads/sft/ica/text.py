@@ -92,8 +92,8 @@ def preserved_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table of networks kept alone."""
     head = ["networks kept", "channels", "loss", "accuracy", "added loss [95 %]"]
     return head, [
-        [str(kept.components), *_level(kept.channels, kept.level), str(kept.cost)]
-        for kept in ablation.preserve
+        [str(each.components), *_level(each.channels, each.level), str(each.cost)]
+        for each in ablation.preserve
     ]
 
 
