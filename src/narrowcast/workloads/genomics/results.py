@@ -39,6 +39,24 @@ TRACKS, SHOWN_LETTERS = 3, 2000
 SHOWN_POINTS = 2000
 """Maximum points of a scatter plot."""
 OTHERS = "others"
+VARIANTS = 4
+"""Variants shown per set."""
+REACH = 20
+"""Letters on either side of a variant."""
+MOST_LETTERS = 2**20
+"""Letters the network reads for mutagenesis, about as many as an evaluation of 1,000 windows."""
+MOST_CHANGED = 8
+"""Maximum substituted letters; more mean an insertion or deletion, where nothing is aligned."""
+Predict: TypeAlias = Callable[[Batch], Tensor]
+"""Returns the outputs of a batch in fp32."""
+SAMPLES, PROMPT_TOKENS, SAMPLE_TOKENS = 8, 16, 192
+"""Number of samples, tokens of the prompts, and tokens to generate."""
+SHOWN_SAMPLES = 4
+"""Samples that the report shows; all count in the spectrum."""
+MOST_KMERS = 64
+"""Maximum k-mers of a spectrum: three bases, one residue."""
+MOST_HELD_OUT = 2**22
+"""Held-out letters that are counted."""
 
 
 @final
@@ -163,19 +181,6 @@ def _digits(number: Any) -> float:
     return float(f"{float(number):.6g}")
 
 
-VARIANTS = 4
-"""Variants shown per set."""
-REACH = 20
-"""Letters on either side of a variant."""
-MOST_LETTERS = 2**20
-"""Letters the network reads for mutagenesis, about as many as an evaluation of 1,000 windows."""
-MOST_CHANGED = 8
-"""Maximum substituted letters; more mean an insertion or deletion, where nothing is aligned."""
-
-Predict: TypeAlias = Callable[[Batch], Tensor]
-"""Returns the outputs of a batch in fp32."""
-
-
 def salient_variants(
     predict: Predict, examples: Examples, judged: Judged, tokenizer: Tokenizer, target: Target
 ) -> list[dict[str, Any]]:
@@ -293,16 +298,6 @@ def _scores(
         scores = matched[:, best] - rest.logsumexp(1)
     out: Predicted = scores.numpy()
     return out
-
-
-SAMPLES, PROMPT_TOKENS, SAMPLE_TOKENS = 8, 16, 192
-"""Number of samples, tokens of the prompts, and tokens to generate."""
-SHOWN_SAMPLES = 4
-"""Samples that the report shows; all count in the spectrum."""
-MOST_KMERS = 64
-"""Maximum k-mers of a spectrum: three bases, one residue."""
-MOST_HELD_OUT = 2**22
-"""Held-out letters that are counted."""
 
 
 def written_samples(

@@ -21,6 +21,17 @@ _Item = TypeVar("_Item")
 Numbers = npt.NDArray[np.float64]
 
 
+Format = Literal["csv", "tsv", "jsonl", "gff", "bed"]
+ENDINGS: Mapping[str, Format] = {
+    ".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".gff": "gff", ".gff3": "gff", ".bed": "bed",
+}  # fmt: skip
+_TABLES = ("csv", "tsv", "jsonl")
+DIGITS = 6
+"""Significant digits written, about what fp32 has."""
+LIKELY = 0.5
+"""Probability above which a label is predicted."""
+
+
 class Prediction(NamedTuple):
     """The prediction for a record."""
 
@@ -75,17 +86,6 @@ def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
     left = iter(items)
     while batch := list(islice(left, size)):
         yield batch
-
-
-Format = Literal["csv", "tsv", "jsonl", "gff", "bed"]
-ENDINGS: Mapping[str, Format] = {
-    ".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".gff": "gff", ".gff3": "gff", ".bed": "bed",
-}  # fmt: skip
-_TABLES = ("csv", "tsv", "jsonl")
-DIGITS = 6
-"""Significant digits written, about what fp32 has."""
-LIKELY = 0.5
-"""Probability above which a label is predicted."""
 
 
 def format_named(name: str | None, output: str, *, along: bool) -> Format:

@@ -21,6 +21,10 @@ FADED, FAST, SLOW = 0.01, 0.3, 1.5
 """The fastest channel decays to 0.01 at 0.3 of the longest sequence, the slowest at 1.5."""
 
 
+SHORT = 3
+"""Taps of the short convolution."""
+
+
 class ImplicitFilter(nn.Module):
     """Generates long filters from positions by an MLP with sine activations and a decay.
 
@@ -87,10 +91,6 @@ def _uniform(*shape: int, within: int) -> nn.Parameter:
     """Return a parameter initialised like a linear layer of `within` inputs."""
     bound = within**-0.5
     return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
-
-
-SHORT = 3
-"""Taps of the short convolution."""
 
 
 class HyenaOperator(nn.Module):

@@ -12,6 +12,12 @@ from torch import Tensor, nn
 
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 
+LOCAL_TAPS = 9
+TAPS = 4
+DILATIONS = (1, 4)
+"""Dilations of the two layers; each letter is predicted from the 16 before it."""
+LEARNING_RATE = 1e-2
+
 
 @dataclass(frozen=True)
 class Patches:
@@ -88,9 +94,6 @@ def bounded(wanted: Tensor, *, least: int, most: int) -> Tensor:
     return starts[:, :length]
 
 
-LOCAL_TAPS = 9
-
-
 class PatchFront(nn.Module):
     """Local blocks over letters, then one token per patch."""
 
@@ -150,12 +153,6 @@ class LocalBlock(nn.Module):
         near = self.near(F.pad(y.transpose(1, 2), self.padding)).transpose(1, 2)
         out: Tensor = x + self.dropout(self.out(F.gelu(self.mix(near))))
         return out
-
-
-TAPS = 4
-DILATIONS = (1, 4)
-"""Dilations of the two layers; each letter is predicted from the 16 before it."""
-LEARNING_RATE = 1e-2
 
 
 class ByteLM(nn.Module):

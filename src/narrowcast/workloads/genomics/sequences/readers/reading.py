@@ -33,6 +33,15 @@ SURELY_BASES = 20
 """Letters from which on a sequence of A, C, G and T alone is not taken for protein."""
 
 
+_BEGINNINGS: dict[bytes, Format] = {b">": "fasta", b"@": "fastq", b"LOCUS ": "genbank"}
+_WITHOUT_SEQUENCES = {
+    b"##gff-version": ("features", ", and this file as data.features"),
+    b"##fileformat=VCF": ("variants", " with data.reference, or --reference of a command"),
+}
+_QUALITIES = bytes(range(ord("!"), ord("~") + 1))
+"""Phred 0 to 93 as characters."""
+
+
 def read_records(
     path: Path,
     *,
@@ -84,13 +93,6 @@ def _detect_format(head: bytes, path: Path) -> Format:
                 f"to{setting}."
             )
     return table_format(head, path)
-
-
-_BEGINNINGS: dict[bytes, Format] = {b">": "fasta", b"@": "fastq", b"LOCUS ": "genbank"}
-_WITHOUT_SEQUENCES = {
-    b"##gff-version": ("features", ", and this file as data.features"),
-    b"##fileformat=VCF": ("variants", " with data.reference, or --reference of a command"),
-}
 
 
 def _raw(file: Reader, path: Path, kind: Format, *, column: str, name: str | None) -> Iterator[Raw]:
@@ -146,10 +148,6 @@ def _surely_bases(letters: bytes) -> bool:
         return False
     dense = letters.translate(None, WHITESPACE).upper()
     return len(dense) >= SURELY_BASES and set(dense) - set(b"N") in (set(b"ACGT"), set(b"ACGU"))
-
-
-_QUALITIES = bytes(range(ord("!"), ord("~") + 1))
-"""Phred 0 to 93 as characters."""
 
 
 def fasta(file: BinaryIO, path: Path) -> Iterator[Raw]:

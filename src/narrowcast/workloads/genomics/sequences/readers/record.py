@@ -18,6 +18,14 @@ Strand = Literal[1, -1, 0]
 """Forward, reverse or unknown."""
 
 
+HEAD_BYTES = 2**16
+"""Bytes read to detect a format, and per read."""
+BOM = b"\xef\xbb\xbf"
+"""UTF-8 byte order mark."""
+Reader: TypeAlias = "io.BufferedReader[Any]"
+_PACKED = {b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstandard"}
+
+
 class Part(NamedTuple):
     """Letters from `start` to `end`, excluded, from 0 on the forward strand."""
 
@@ -72,16 +80,6 @@ def record_location(path: Path, number: int) -> str:
 
 _shown = lru_cache(maxsize=16)(shown_path)
 """Cached, since every record needs it."""
-
-
-HEAD_BYTES = 2**16
-"""Bytes read to detect a format, and per read."""
-BOM = b"\xef\xbb\xbf"
-"""UTF-8 byte order mark."""
-
-Reader: TypeAlias = "io.BufferedReader[Any]"
-
-_PACKED = {b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstandard"}
 
 
 @contextmanager
