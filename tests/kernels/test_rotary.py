@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from narrowcast.kernels.launch import interpreted
 from narrowcast.kernels.rotary import turn_halves, turn_heads
-from narrowcast.workloads.lm.rotary import rotary_table
+from narrowcast.workloads.lm.model import rotary_table
 
 DEVICE = "cpu" if interpreted() else "cuda"
 

@@ -7,7 +7,7 @@ from transformers import GPT2Config
 from narrowcast.errors import ConfigError
 from narrowcast.workloads import load_recipe
 from narrowcast.workloads.decompose.build import build_parts
-from narrowcast.workloads.decompose.components.weights import TiedComponents
+from narrowcast.workloads.decompose.components.decomposition import TiedComponents
 
 META = torch.device("meta")
 

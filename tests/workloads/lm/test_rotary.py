@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis.strategies import integers, sampled_from
 
-from narrowcast.workloads.lm.rotary import rotary_table, rotate
+from narrowcast.workloads.lm.model import rotary_table, rotate
 
 LENGTH = 64
 BASE = 10_000.0

@@ -8,7 +8,7 @@ from narrowcast.errors import ConfigError, DivergedError
 from narrowcast.workloads.lm.model import build_gpt
 from narrowcast.workloads.lm.sample import complete, sample
 from narrowcast.workloads.lm.settings import LmModel
-from narrowcast.workloads.lm.tokenizer import ByteTokenizer
+from narrowcast.workloads.lm.text import ByteTokenizer
 
 MODEL = build_gpt(
     LmModel(layers=1, width=16, heads=2), vocab=256, length=8, seed=1, device=torch.device("cpu")

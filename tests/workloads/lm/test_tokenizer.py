@@ -10,8 +10,7 @@ from tokenizers import pre_tokenizers
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.lm.bpe import BpeTokenizer, read_vocabulary
-from narrowcast.workloads.lm.text import read_text
-from narrowcast.workloads.lm.tokenizer import ByteTokenizer
+from narrowcast.workloads.lm.text import ByteTokenizer, read_text
 
 DATA = Path(__file__).parents[3] / "../shared/data"
 GPT2 = DATA / "tok_gpt2"

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import integers
 
-from narrowcast.workloads.lm.windows import SYNTHETIC_TOKENS, Windows, synthetic_tokens
+from narrowcast.workloads.lm.text import SYNTHETIC_TOKENS, Windows, synthetic_tokens
 
 
 @given(count=integers(0, 60), length=integers(1, 20))

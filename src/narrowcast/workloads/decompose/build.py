@@ -42,10 +42,7 @@ class Parts:
 
 
 def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
-    """Make the target and all that is trained, from the recipe's seed; elsewhere nothing is drawn.
-
-    On the meta device only shapes count.
-    """
+    """Make the target and what is trained from the recipe's seed; on meta only shapes."""
     _check_checkpointing(recipe)
     if device.type != "meta":
         # What cannot be is refused before a toy is trained, or a large model loaded.
@@ -89,7 +86,7 @@ def _check_no_text(toy: str, data: DecomposeData) -> None:
 
 
 def _check_checkpointing(recipe: Recipe) -> None:
-    """Refuse to compute blocks again when their pass is over, and its masks with it."""
+    """Raise for checkpointed blocks: recomputed later, they would run without masks."""
     requested = recipe.memory.activation_checkpointing
     if requested != "none":
         raise ConfigError(
@@ -141,7 +138,7 @@ def _trained(recipe: Recipe, subject: Subject) -> tuple[DecompositionModel, list
 def _patterns(
     requested: SitesSection, own: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return how many components modules are given by glob, and identities before others."""
+    """Return the numbers of components by glob, of modules and of inserted identities."""
     patterns = requested.patterns or dict(own)
     if not patterns and not requested.identities:
         raise ConfigError(
@@ -160,7 +157,7 @@ def _patterns(
 
 
 def _tied(requested: SitesSection, sites: Sequence[Site], subject: Subject) -> Mapping[str, str]:
-    """Return which sites share components: those the toy ties, or all that share a weight."""
+    """Return which sites share components: those of the toy, or all that share a weight."""
     names = {site.name for site in sites}
     own = subject.tied or _transposed(sites, subject.target)
     there = {name: other for name, other in own.items() if {name, other} <= names}
@@ -174,7 +171,7 @@ def _tied(requested: SitesSection, sites: Sequence[Site], subject: Subject) -> M
 
 
 def _transposed(sites: Sequence[Site], target: nn.Module) -> Mapping[str, str]:
-    """Return linear sites whose weight is the very one of an embedding, such as tied heads."""
+    """Return linear sites that share the weight of an embedding, such as tied heads."""
     weights = {
         site.name: target.get_submodule(site.name).get_parameter("weight")
         for site in sites

@@ -33,8 +33,7 @@ def compare(first: str, second: str, seed: int, other_seed: int, as_json: bool) 
     their rank-one matrices. MMCS is the mean of these cosines. It is 1 if both runs have the same
     components.
     """
-    from narrowcast.workloads.decompose.component_files import read_components
-    from narrowcast.workloads.decompose.likeness import likeness
+    from narrowcast.workloads.decompose.component_files import likeness, read_components
 
     one = read_components(expand_path(first), seed=seed)
     other = read_components(expand_path(second), seed=other_seed)

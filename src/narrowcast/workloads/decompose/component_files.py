@@ -3,7 +3,9 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, final
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -13,7 +15,7 @@ from narrowcast.config.problems import shown_path
 from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.workloads.decompose.build import Parts
 from narrowcast.workloads.decompose.components.sites import Site
-from narrowcast.workloads.decompose.evaluation.matching import Components
+from narrowcast.workloads.decompose.evaluation.toy_table import unit
 from narrowcast.workloads.decompose.judging import DecompositionResult
 from narrowcast.workloads.decompose.targets.language import Language
 
@@ -23,15 +25,26 @@ SITES = "sites/"
 TARGETS = "targets"
 """In the file's metadata: the fingerprints of the weights of each site, one per seed."""
 IMPORTANCE, TARGET = "importance.", "decomposition.target."
+ALIKE = 0.9
+"""A component was found again in the other run where its best cosine is above."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """The components of a site in one run: V (d_in, C), U (C, d_out), and which are alive (C)."""
+
+    v: Tensor
+    u: Tensor
+    alive: Tensor
+    target: str = ""
+    """Fingerprint of the matrix that they were taken from."""
 
 
 def save_components(
     folder: Path, weights: Mapping[str, Tensor], result: DecompositionResult, parts: Parts
 ) -> None:
-    """Write V, U and which components are alive, by site; importance functions; a toy's target.
-
-    A language model is where it was. The file appears whole or not at all.
-    """
+    """Write V, U and alive components by site, importance functions, and a toy's target."""
     components = parts.model.decomposition.components
     full = {id(p): weights[name] for name, p in parts.model.named_parameters()}
     stored: dict[str, Tensor] = {}
@@ -52,7 +65,7 @@ def save_components(
 
 
 def _fingerprints(site: Site, parts: Parts) -> list[str]:
-    """Return a hash of the matrix of a site for each seed; seeds of a toy have their own."""
+    """Return a hash of the matrix of a site, per seed."""
     weight = parts.model.decomposition.module(site).weight_t.detach().float().cpu()
     every = weight.expand(parts.model.seeds, -1, -1)
     return [hashlib.sha256(each.contiguous().numpy().tobytes()).hexdigest() for each in every]
@@ -91,3 +104,52 @@ def read_components(folder: Path, *, seed: int = 0) -> dict[str, Components]:
             }
     except (SafetensorError, OSError, LookupError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{shown_path(path)} is damaged: {error}.") from error
+
+
+def likeness(
+    first: Mapping[str, Components], second: Mapping[str, Components]
+) -> list[dict[str, Any]]:
+    """Return a row for each site that both have: alive, MMCS and how many are alike, of each."""
+    shared = [name for name in first if name in second]
+    if not shared:
+        raise ConfigError(
+            f"The runs have no site in common: {', '.join(first)}; and {', '.join(second)}. "
+            "Compare decompositions of the same target."
+        )
+    rows = []
+    for name in shared:
+        one, other = first[name], second[name]
+        if (one.v.shape[0], one.u.shape[1]) != (other.v.shape[0], other.u.shape[1]):
+            raise ConfigError(
+                f"{name} is {one.v.shape[0]} x {one.u.shape[1]} in one run and {other.v.shape[0]} "
+                f"x {other.u.shape[1]} in the other. Compare decompositions of the same target."
+            )
+        if one.target != other.target:
+            raise ConfigError(
+                f"{name} has different weights in the two targets, so its components are not "
+                "comparable. Compare decompositions of the same target; each seed of a toy trains "
+                "its own target."
+            )
+        best = compare_runs(one, other)
+        rows.append(
+            {
+                "site": name,
+                "alive": [len(each) for each in best],
+                "mmcs": [_mean(each) for each in best],
+                "found": [int((each > ALIKE).sum()) for each in best],
+            }
+        )
+    return rows
+
+
+def _mean(cosines: Tensor) -> float:
+    return float(cosines.double().mean()) if len(cosines) else 0.0
+
+
+def compare_runs(first: Components, second: Components) -> tuple[Tensor, Tensor]:
+    """Return the best cosine of each alive component with one of the other run, or 0."""
+    cosines = unit(first.v.T) @ unit(second.v.T).T * (unit(first.u) @ unit(second.u).T)
+    cosines = cosines[first.alive][:, second.alive]
+    if 0 in cosines.shape:
+        return cosines.new_zeros(cosines.shape[0]), cosines.new_zeros(cosines.shape[1])
+    return cosines.amax(dim=1), cosines.amax(dim=0)

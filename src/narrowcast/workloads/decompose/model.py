@@ -44,11 +44,10 @@ class DecompositionModel(nn.Module):
 
     @property
     def seeds(self) -> int:
-        """How many decompositions are trained at once."""
         return self.decomposition.seeds
 
     def forward(self, x: Tensor, *, progress: Tensor | None = None) -> Step:
-        """Return a batch with what the target and the importance functions make of it."""
+        """Return a training step: a batch with the target's output and the importances."""
         # Nothing of the target is trained: of this pass only the activations of components, where
         # importances are told by them, have a gradient.
         passed = self.decomposition(x, cache=self.importance.needs)
@@ -71,7 +70,7 @@ class DecompositionModel(nn.Module):
         )
 
     def clipped(self) -> Mapping[str, Sequence[nn.Parameter]]:
-        """Return the trained parameters of components, and those of importance functions."""
+        """Return the parameters of components and of importance functions."""
         return {
             "components": list(self.decomposition.components.parameters()),
             "importance": list(self.importance.parameters()),
@@ -80,10 +79,7 @@ class DecompositionModel(nn.Module):
 
 @torch.no_grad()
 def clip_each_seed(parameters: Sequence[nn.Parameter], limit: float) -> None:
-    """Clip the gradients of every seed by their own norm, as torch clips those of a whole model.
-
-    Seeds are the first dimension; nothing waits for the device.
-    """
+    """Clip the gradients of every seed, the first dimension, by their own norm."""
     gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return

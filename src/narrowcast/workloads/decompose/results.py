@@ -10,7 +10,6 @@ from torch import Tensor
 from narrowcast.config.sections import Recipe
 from narrowcast.workloads.decompose.build import Parts
 from narrowcast.workloads.decompose.evaluation.language_table import MASKINGS
-from narrowcast.workloads.decompose.evaluation.toy_table import SiteTable
 from narrowcast.workloads.decompose.judging import DecompositionResult, SiteResult
 from narrowcast.workloads.decompose.report.matrices import (
     component_picture,
@@ -36,10 +35,7 @@ PROBE = "each feature alone, at 0.75"
 def write_result(
     folder: Path, result: DecompositionResult, parts: Parts, recipe: Recipe, *, worst: float | None
 ) -> None:
-    """Write `decomposition.json`; the first seed is drawn.
-
-    `worst` is how far outputs are under the worst masks that were found, a mean over seeds.
-    """
+    """Write `decomposition.json` with pictures of the first seed."""
     settings = recipe.section(EvalTasksSection)
     is_language = isinstance(parts.subject, Language)
     written = Decomposition(
@@ -77,7 +73,7 @@ def _site(each: SiteResult, parts: Parts, *, drawn: bool) -> Site:
         shape="" if truth is None else truth.kind,
         alive=tuple(int(count) for count in each.alive.tolist()),
         l0=_numbers(each.counts.l0),
-        identity_error=() if table is None else _errors(table),
+        identity_error=() if table is None else tuple(int(n) for n in table.errors.tolist()),
         cosine=() if matched is None else _numbers(matched.cosine.amin(1)),
         mean_cosine=() if matched is None else _numbers(matched.cosine.mean(1)),
         norm_ratio=() if matched is None else _numbers(matched.norm_ratio.mean(1)),
@@ -89,7 +85,7 @@ def _site(each: SiteResult, parts: Parts, *, drawn: bool) -> Site:
 
 
 def _largest(each: SiteResult, parts: Parts) -> Iterable[Component]:
-    """Draw the components alive with the largest norms, beside the features they stand for."""
+    """Draw the alive components with the largest norms, and the features they match."""
     components = parts.model.decomposition.components[each.site.name]
     read, written = components.V[0].detach().float(), components.U[0].detach().float()
     norms = read.norm(dim=0) * written.norm(dim=1)
@@ -117,12 +113,12 @@ def _largest(each: SiteResult, parts: Parts) -> Iterable[Component]:
 
 
 def _features(component: Tensor) -> dict[int, int]:
-    """Return which feature a component stands for."""
+    """Return the feature of each component."""
     return {each: at for at, each in enumerate(component.tolist()) if each >= 0}
 
 
 def _only(weight: Tensor, feature: int, each: SiteResult) -> Tensor:
-    """Return the part of a weight (outputs, inputs) that a feature has to itself."""
+    """Return the part of a weight (outputs, inputs) that belongs to one feature."""
     assert each.probed is not None
     part = torch.zeros_like(weight)
     if each.site.d_in == each.probed.shape[1]:
@@ -133,7 +129,7 @@ def _only(weight: Tensor, feature: int, each: SiteResult) -> Tensor:
 
 
 def _language(info: Mapping[str, float]) -> Iterable[MaskedLoss]:
-    """Return the table that people publish."""
+    """Return the published table."""
     if not info:
         return
     yield MaskedLoss(mask="target", cross_entropy=_number(info["ce_target"]), kl=0.0)
@@ -145,11 +141,6 @@ def _language(info: Mapping[str, float]) -> Iterable[MaskedLoss]:
             ce_difference=_number(info[f"ce_difference_{masking}"]),
             ce_unrecovered=_number(info[f"ce_unrecovered_{masking}"]),
         )
-
-
-def _errors(table: SiteTable) -> tuple[int, ...]:
-    (errors,) = table.errors.values()
-    return tuple(int(number) for number in errors.tolist())
 
 
 def _verdicts(result: DecompositionResult) -> Iterable[SeedResult]:

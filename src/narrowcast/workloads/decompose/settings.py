@@ -1,7 +1,7 @@
 """The sections of a decompose recipe."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -41,7 +41,6 @@ class DecomposeData(DataSection):
 
     @property
     def required_files(self) -> Mapping[str, tuple[str, ...]]:
-        """The text files."""
         return {"text": self.text}
 
 
@@ -369,56 +368,36 @@ class PersistentSubsetTerm(SubsetTerm, PersistentBudget):
     """Random subsets of sites, with persistent adversarial masks."""
 
 
+def _term(kind: type[Term], description: str) -> Any:
+    return Field(default_factory=kind, description=description)
+
+
 class LossesSection(Section):
     """The loss: every term with a coefficient."""
 
-    faithfulness: Term = Field(default_factory=Term, description="weight residual of components")
-    minimality: MinimalityTerm = Field(
-        default_factory=MinimalityTerm, description="sum of importances to a power"
+    faithfulness: Term = _term(Term, "weight residual of components")
+    minimality: MinimalityTerm = _term(MinimalityTerm, "sum of importances to a power")
+    smooth_l0: SmoothL0Term = _term(SmoothL0Term, "smooth count of important components")
+    stochastic: MaskedTerm = _term(MaskedTerm, "outputs with random masks")
+    stochastic_layerwise: LayerwiseTerm = _term(LayerwiseTerm, "the same, one site at a time")
+    stochastic_subset: SubsetTerm = _term(SubsetTerm, "the same, random sites at each position")
+    importance_masked: MaskedTerm = _term(MaskedTerm, "outputs with importances as masks")
+    importance_masked_layerwise: LayerwiseTerm = _term(
+        LayerwiseTerm, "the same, one site at a time"
     )
-    smooth_l0: SmoothL0Term = Field(
-        default_factory=SmoothL0Term, description="smooth count of important components"
+    importance_masked_subset: SubsetTerm = _term(
+        SubsetTerm, "the same, random sites at each position"
     )
-    stochastic: MaskedTerm = Field(
-        default_factory=MaskedTerm, description="outputs with random masks"
+    unmasked: MaskedTerm = _term(MaskedTerm, "outputs with all components and no residual")
+    hidden_activations: MaskedTerm = _term(MaskedTerm, "inputs of sites with random masks")
+    pgd: PGDTerm = _term(PGDTerm, "outputs with adversarial masks (PGD)")
+    pgd_layerwise: PGDLayerwiseTerm = _term(PGDLayerwiseTerm, "the same, one site at a time")
+    pgd_subset: PGDSubsetTerm = _term(PGDSubsetTerm, "the same, random sites at each position")
+    persistent_pgd: PersistentTerm = _term(
+        PersistentTerm, "outputs with persistent adversarial masks"
     )
-    stochastic_layerwise: LayerwiseTerm = Field(
-        default_factory=LayerwiseTerm, description="the same, one site at a time"
-    )
-    stochastic_subset: SubsetTerm = Field(
-        default_factory=SubsetTerm, description="the same, random sites at each position"
-    )
-    importance_masked: MaskedTerm = Field(
-        default_factory=MaskedTerm,
-        description="outputs with importances as masks",
-    )
-    importance_masked_layerwise: LayerwiseTerm = Field(
-        default_factory=LayerwiseTerm, description="the same, one site at a time"
-    )
-    importance_masked_subset: SubsetTerm = Field(
-        default_factory=SubsetTerm, description="the same, random sites at each position"
-    )
-    unmasked: MaskedTerm = Field(
-        default_factory=MaskedTerm, description="outputs with all components and no residual"
-    )
-    hidden_activations: MaskedTerm = Field(
-        default_factory=MaskedTerm, description="inputs of sites with random masks"
-    )
-    pgd: PGDTerm = Field(
-        default_factory=PGDTerm, description="outputs with adversarial masks (PGD)"
-    )
-    pgd_layerwise: PGDLayerwiseTerm = Field(
-        default_factory=PGDLayerwiseTerm, description="the same, one site at a time"
-    )
-    pgd_subset: PGDSubsetTerm = Field(
-        default_factory=PGDSubsetTerm, description="the same, random sites at each position"
-    )
-    persistent_pgd: PersistentTerm = Field(
-        default_factory=PersistentTerm,
-        description="outputs with persistent adversarial masks",
-    )
-    persistent_pgd_subset: PersistentSubsetTerm = Field(
-        default_factory=PersistentSubsetTerm, description="the same, random sites at each position"
+    persistent_pgd_subset: PersistentSubsetTerm = _term(
+        PersistentSubsetTerm, "the same, random sites at each position"
     )
 
     @model_validator(mode="after")
@@ -434,7 +413,7 @@ class LossesSection(Section):
 
     @property
     def chosen(self) -> dict[str, Term]:
-        """The terms of the total by name."""
+        """The terms with a coefficient, by name."""
         terms = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: term for name, term in terms.items() if term.coefficient is not None}
 

@@ -16,16 +16,19 @@ from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import Hook, LossParts, Task
 from narrowcast.workloads.decompose.build import Parts, build_parts
 from narrowcast.workloads.decompose.component_files import COMPONENTS, save_components
-from narrowcast.workloads.decompose.judging import DecompositionResult, judge, worst_masks
+from narrowcast.workloads.decompose.judging import (
+    DecompositionResult,
+    judge,
+    mean_measures,
+    task_metrics,
+    worst_masks,
+)
 from narrowcast.workloads.decompose.losses.adversary import step_form
 from narrowcast.workloads.decompose.losses.penalties import unfaithfulness
 from narrowcast.workloads.decompose.losses.total import total
-from narrowcast.workloads.decompose.measures import mean_measures, task_metrics
 from narrowcast.workloads.decompose.model import DecompositionModel, clip_each_seed
 from narrowcast.workloads.decompose.results import write_result
 from narrowcast.workloads.decompose.settings import DecompositionSection, EvalTasksSection
-from narrowcast.workloads.decompose.targets.language import Language
-from narrowcast.workloads.decompose.targets.toy import Toy
 
 
 @dataclass
@@ -35,11 +38,9 @@ class Course:
     step: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
         return {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self.step = int(state["step"])
 
 
@@ -49,7 +50,7 @@ def collate(samples: Any) -> dict[str, Tensor]:
 
 
 def build_task(recipe: Recipe, *, device: torch.device) -> Task:
-    """Return the task that a recipe of decompositions names."""
+    """Return the task of a decompose recipe."""
     return Decompose(recipe=recipe, parts=build_parts(recipe, device=device), device=device).task()
 
 
@@ -64,7 +65,6 @@ class Decompose:
     course: Course = field(default_factory=Course)
 
     def task(self) -> Task:
-        """Return what the engine trains."""
         recipe, losses, subject = self.recipe, self.parts.losses, self.parts.subject
         return Task(
             model=self.parts.model,
@@ -89,13 +89,11 @@ class Decompose:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """What an evaluation tells."""
         sites = self.parts.model.decomposition.sites
         return task_metrics(self.parts.subject, sites, self.recipe.section(EvalTasksSection).groups)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is said before the first step."""
         sites = ", ".join(
             f"{site.name} ({site.d_in} x {site.d_out}, {site.components} components)"
             for site in self.parts.model.decomposition.sites
@@ -104,7 +102,7 @@ class Decompose:
         return (f"{self.parts.subject.name}, {seeds} seed{'s' * (seeds > 1)}: {sites}",)
 
     def together(self, batches: Sequence[Any]) -> Sequence[Any]:
-        """Tell each batch how far the run has come, and how hard adversaries look in this step."""
+        """Add the progress of the run and the form of the step to each batch."""
         step, steps = self.course.step, self.recipe.steps
         progress = torch.full((), step / steps, device=self.device)
         form = step_form(self.parts.losses, step, steps)
@@ -122,27 +120,15 @@ class Decompose:
         return LossParts(total=everything, parts=parts)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return what is told of a decomposition in the midst of its run."""
         return mean_measures(self.judged(model), self.recipe.section(EvalTasksSection).groups)
 
     def judged(self, model: nn.Module) -> DecompositionResult:
-        """Judge a decomposition, on the same samples each time."""
-        return judge(*self._unwrap(model), batch_size=self.recipe.batch_size, seed=self.recipe.seed)
-
-    def worst(self, model: nn.Module) -> float | None:
-        """Return how far outputs are under the worst masks that importances allow."""
-        size, seed = self.recipe.batch_size, self.recipe.seed
-        return worst_masks(*self._unwrap(model), batch_size=size, seed=seed)
-
-    def _unwrap(
-        self, model: nn.Module
-    ) -> tuple[DecompositionModel, Toy | Language, EvalTasksSection]:
+        """Evaluate a decomposition on the same samples each time."""
         assert isinstance(model, DecompositionModel)
-        return model, self.parts.subject, self.recipe.section(EvalTasksSection)
+        return judge(model, self.parts.subject, self.recipe)
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """What is done around steps: the warm-up, clipping, adversaries that go on, counting."""
         return (
             Hook(
                 name="course",
@@ -161,7 +147,7 @@ class Decompose:
         return clips or len(self.parts.model.adversaries) > 0
 
     def warm_up(self, prepared: Prepared) -> None:
-        """Bring components close to the target's weights, before anything is asked of them."""
+        """Train components on faithfulness alone, before the first step."""
         settings = self.recipe.section(DecompositionSection)
         decomposition = self.parts.model.decomposition
         trained = list(decomposition.components.parameters())
@@ -178,7 +164,7 @@ class Decompose:
             parameter.grad = None
 
     def after_backward(self, prepared: Prepared) -> None:
-        """Clip components and importance functions apart, each seed for itself."""
+        """Clip components and importance functions per seed, and move persistent adversaries."""
         settings = self.recipe.section(DecompositionSection)
         limits = {"components": settings.clip_components, "importance": settings.clip_importance}
         for name, parameters in self.parts.model.clipped().items():
@@ -189,13 +175,14 @@ class Decompose:
             adversary.ascend()  # type: ignore[operator]
 
     def count(self, prepared: Prepared, applied: Tensor) -> None:
-        """Count the step that has been queued."""
         self.course.step += 1
 
     def write_results(self, folder: Path, prepared: Prepared) -> None:
-        """Write what the report draws, and what a comparison of runs reads."""
-        device = next(prepared.model.parameters()).device
-        with preserve_rng(device), in_eval_mode(prepared.model), prepared.autocast():
-            result, worst = self.judged(prepared.model), self.worst(prepared.model)
+        """Write the data of the report, and the components."""
+        model = prepared.model
+        assert isinstance(model, DecompositionModel)
+        with preserve_rng(self.device), in_eval_mode(model), prepared.autocast():
+            result = self.judged(model)
+            worst = worst_masks(model, self.parts.subject, self.recipe)
         write_result(folder, result, self.parts, self.recipe, worst=worst)
         save_components(folder, prepared.engine.weights.full_by_name(), result, self.parts)

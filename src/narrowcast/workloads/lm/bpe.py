@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from narrowcast.config.problems import shown_path
 from narrowcast.errors import ConfigError
 from narrowcast.plain_files import read_plain
-from narrowcast.workloads.lm.tokenizer import Tokens
+from narrowcast.workloads.lm.text import Tokens
 
 PIECE_CHARACTERS = 1_000_000
 """Handed to the BPE engine at once: it keeps some hundred bytes a token until it is done."""
@@ -32,7 +32,7 @@ class BpeTokenizer:
 
     @classmethod
     def trained(cls, text: str, *, size: int) -> "BpeTokenizer":
-        """Learn at most `size` tokens from `text`; the same text gives the same tokens."""
+        """Train at most `size` tokens on `text`; the same text gives the same tokens."""
         tokenizer = cls(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=size,
@@ -59,22 +59,18 @@ class BpeTokenizer:
 
     @property
     def size(self) -> int:
-        """How many tokens there are, counted from 0."""
         return self._engine.get_vocab_size()
 
     def encode(self, text: str) -> Tokens:
-        """Return the tokens of `text`."""
         dtype = np.uint16 if self.size <= 2**16 else np.int32
         parts = [np.array(self._engine.encode(piece).ids, dtype=dtype) for piece in _pieces(text)]
         joined: Tokens = np.concatenate([np.empty(0, dtype=dtype), *parts])
         return joined
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`; bytes that are not UTF-8 become U+FFFD."""
         return self._engine.decode(list(tokens), skip_special_tokens=False)
 
     def byte_lengths(self) -> npt.NDArray[np.int64]:
-        """Return how many bytes of UTF-8 each token stands for."""
         lengths = np.zeros(self.size, dtype=np.int64)
         for token, index in self._engine.get_vocab().items():
             # The byte-level alphabet writes every byte as one character.
@@ -83,7 +79,7 @@ class BpeTokenizer:
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
-    """Read the tokens of `folder`/vocab.json, and refuse a set that cannot spell every byte."""
+    """Read `folder`/vocab.json; raise if it cannot spell every byte."""
     path = folder / "vocab.json"
     text = _read(path)
     try:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError
 from narrowcast.precision.fused.linear_cross_entropy import linear_cross_entropy
-from narrowcast.workloads.lm.rotary import rotary_table, rotate
 from narrowcast.workloads.lm.settings import LmModel
 
 NORM_EPSILON = 1e-5
@@ -73,7 +72,7 @@ class GPT(nn.Module):
         return logits
 
     def tie(self) -> None:
-        """Make a tied head's weight the embedding's again, where a copy to a device parted them."""
+        """Tie the head to the embedding again, after a copy to a device separated them."""
         if self.tied:
             self.head.weight = self.embed.weight
 
@@ -97,7 +96,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def fill_buffers(self) -> None:
-        """Set what is neither a weight nor saved, after memory was only taken."""
+        """Compute what is neither a weight nor saved."""
         self.rotary.copy_(rotary_table(self.length, self.head_width, base=self.rope_base))
 
 
@@ -112,7 +111,6 @@ class Block(nn.Module):
         self.mlp: nn.Module = SwiGLU(settings) if settings.mlp == "swiglu" else MLP(settings)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """Return the stream `x` with this block's two contributions: (batch, length, width)."""
         x = x + self.attn(self.attn_norm(x), rotary)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
@@ -134,7 +132,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(settings.width, settings.width, bias=settings.bias)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """Return what each position gathers from itself and before: (batch, length, width)."""
         heads: Tensor = self.qkv(x).unflatten(-1, (-1, self.head_width))  # (batch, length, head, …)
         query, key, value = self._turned(heads, rotary)
         gathered = F.scaled_dot_product_attention(
@@ -148,7 +145,7 @@ class Attention(nn.Module):
         return out
 
     def _turned(self, heads: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys, turned by their positions, and values."""
+        """Return queries and keys with rotary positions, and values."""
         if self.nc_kernels and heads.dtype in (torch.bfloat16, torch.float16):
             from narrowcast.kernels.rotary import turn_heads  # Triton is not everywhere
 
@@ -172,7 +169,6 @@ class MLP(nn.Module):
         self.down = nn.Linear(width, settings.width, bias=settings.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each position by itself: (batch, length, width)."""
         out: Tensor = self.down(F.gelu(self.up(x)))
         return out
 
@@ -188,7 +184,6 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(width, settings.width, bias=settings.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each position by itself: (batch, length, width)."""
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
@@ -215,3 +210,68 @@ def _norm(settings: LmModel) -> nn.Module:
     if settings.norm == "layernorm":
         return nn.LayerNorm(settings.width, eps=NORM_EPSILON, bias=settings.bias)
     return nn.RMSNorm(settings.width, eps=NORM_EPSILON)
+
+
+def rotary_table(length: int, head_width: int, *, base: float) -> Tensor:
+    """Return cosine and sine of position · base^(−2i / head_width): (length, 1, i, 2)."""
+    # In float64: at position 10,000 an fp32 angle is off by up to 5e-4.
+    frequency = base ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
+    angle = torch.arange(length, dtype=torch.float64)[:, None, None] * frequency
+    return torch.stack((angle.cos(), angle.sin()), dim=-1).float()
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turn each pair of `x` by the angle of its position: (batch, length, head, head width).
+
+    In fp32 at least, whatever `x` is. Eager mode multiplies complex numbers, one pass where the
+    real form needs several (5 times faster on 2 CPU cores); the compiler knows no complex numbers,
+    and makes one pass of the real form.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    pairs, table = x.to(wide).reshape(*x.shape[:-1], -1, 2), table.to(wide)
+    if torch.compiler.is_compiling():
+        turned = _product(pairs, table)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
+    return turned.flatten(-2).to(x.dtype)
+
+
+def _product(pairs: Tensor, table: Tensor) -> Tensor:
+    """Multiply as complex numbers what is given as pairs of real and imaginary part.
+
+    As x · cos + swapped(x) · (−sin, sin): elementwise, so the gradient is one pass too. Stacked
+    from its two parts, it was two to three passes' worth of time on a GPU.
+    """
+    cosine, sine = table.split(1, dim=-1)  # each beside a pair: (length, 1, i, 1)
+    signs = torch.tensor([-1.0, 1.0], dtype=table.dtype, device=table.device)
+    turned: Tensor = pairs * cosine + pairs.flip(-1) * (sine * signs)
+    return turned
+
+
+class SwellingMLP(nn.Module):
+    """An mlp of which what goes into the last layer is doubled every so many training passes.
+
+    What comes out is halved as often: powers of two, so that only the range of a format can tell.
+    """
+
+    def __init__(self, plain: MLP, *, every: int) -> None:
+        super().__init__()
+        self.up, self.down, self.every = plain.up, plain.down, every
+        self.register_buffer("passes", torch.zeros((), device=plain.up.weight.device))
+        self.passes: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.passes += 1
+        factor = torch.exp2(torch.floor(self.passes / self.every))
+        # In fp32, so that what overflows is the format of the layer, and another one helps.
+        out: Tensor = self.down(F.gelu(self.up(x)).float() * factor) / factor
+        return out
+
+
+def let_swell(model: GPT, *, every: int) -> None:
+    """Put the layer in place of the middle block's mlp, with its weights and their names."""
+    middle = model.blocks[len(model.blocks) // 2]
+    assert isinstance(middle, Block)
+    assert isinstance(middle.mlp, MLP)
+    middle.mlp = SwellingMLP(middle.mlp, every=every)

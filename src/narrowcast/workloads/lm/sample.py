@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError, DivergedError
 from narrowcast.training.evaluation import in_eval_mode
-from narrowcast.workloads.lm.tokenizer import Tokenizer
+from narrowcast.workloads.lm.text import Tokenizer
 
 
 def sample(

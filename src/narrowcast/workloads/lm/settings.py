@@ -61,18 +61,15 @@ class LmData(DataSection):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The texts to join, in order."""
         return (self.text,) if isinstance(self.text, str) else self.text
 
     @property
     def required_files(self) -> Mapping[str, tuple[str, ...]]:
-        """The text files."""
         made = (TOPICS, SYNTHETIC)
         return {"text": tuple(each for each in self.sources if each not in made)}
 
     @property
     def synthetic(self) -> bool:
-        """Random tokens are asked for."""
         return self.sources == (SYNTHETIC,)
 
     @model_validator(mode="after")

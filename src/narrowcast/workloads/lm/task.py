@@ -19,12 +19,17 @@ from narrowcast.training.checkpoints.data_identity import fingerprint
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import EvalBatches, Task
 from narrowcast.workloads.lm import WORKLOAD
-from narrowcast.workloads.lm.model import GPT, build_gpt
+from narrowcast.workloads.lm.model import GPT, build_gpt, let_swell
 from narrowcast.workloads.lm.settings import LmData, LmModel, LmRehearsal
-from narrowcast.workloads.lm.swelling import let_swell
-from narrowcast.workloads.lm.text import read_text, split_text
-from narrowcast.workloads.lm.tokenizer import ByteTokenizer, Tokenizer, Tokens
-from narrowcast.workloads.lm.windows import Windows, synthetic_tokens
+from narrowcast.workloads.lm.text import (
+    ByteTokenizer,
+    Tokenizer,
+    Tokens,
+    Windows,
+    read_text,
+    split_text,
+    synthetic_tokens,
+)
 
 BPE_TOKENS = 4096
 """What `tokenizer=bpe` learns where `model.vocab` does not say."""
@@ -50,7 +55,6 @@ class LanguageModel:
     device: torch.device
 
     def task(self) -> Task:
-        """Return what the engine trains."""
         text = () if self.tokenizer is None else (BITS_PER_BYTE,)
         return Task(
             model=self.model,
@@ -65,24 +69,17 @@ class LanguageModel:
         )
 
     def loss(self, model: nn.Module, batch: Pair) -> Tensor:
-        """Return the mean cross-entropy of the next tokens in nats, taken in fp32."""
         loss: Tensor = model(*batch)
         return loss
 
     def items(self, batch: Pair) -> int:
-        """Count the tokens `batch` asks to predict."""
         return batch[1].numel()
 
     def data_digest(self) -> str:
-        """Identify the tokens, those trained on and those held out."""
         return fingerprint(self.train_data.tokens, self.validation_data.tokens)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return nats a token, perplexity and, where there is text, bits a byte of held-out text.
-
-        Takes the same windows every time, spread over all of the validation text; every token
-        counts alike. Waits for the device.
-        """
+        """Return loss, perplexity and, for text, bits per byte of held-out text; synchronises."""
         nats, tokens, text_bytes = 0.0, 0, 0
         lengths = None if self.tokenizer is None else self.tokenizer.byte_lengths()
         with torch.no_grad(), in_eval_mode(model):
@@ -101,7 +98,7 @@ class LanguageModel:
         return metrics
 
     def held_out(self) -> EvalBatches | None:
-        """Return what is judged on, a batch a part; none where there is no text, as on meta."""
+        """Return the evaluation batches; None without text, as on the meta device."""
         windows = self._validation_windows()
         if not windows:
             return None
@@ -131,7 +128,7 @@ def build_task(recipe: Recipe, *, device: torch.device) -> Task:
 
 
 def build_language_model(recipe: Recipe, *, device: torch.device) -> LanguageModel:
-    """Read and cut the text, and build the model on `device`; on the meta device read no text."""
+    """Read the text, and build the model on `device`; on the meta device read no text."""
     data, settings = recipe.section(LmData), recipe.section(LmModel)
     vocab = _vocab(data, settings)
     _require_room(recipe, vocab=vocab, device=device)
@@ -166,7 +163,7 @@ def build_language_model(recipe: Recipe, *, device: torch.device) -> LanguageMod
 
 
 def _require_room(recipe: Recipe, *, vocab: int, device: torch.device) -> None:
-    """Refuse batches of which a step keeps more than the device holds, however it is computed."""
+    """Raise for batches whose activations cannot fit on the device."""
     if device.type == "meta":
         return
     data, shape = recipe.section(LmData), recipe.section(LmModel)
@@ -187,7 +184,7 @@ def _require_room(recipe: Recipe, *, vocab: int, device: torch.device) -> None:
 
 
 def _vocab(data: LmData, settings: LmModel) -> int:
-    """Return how many tokens the model knows, and refuse fewer than its tokenizer has."""
+    """Return the vocabulary size; raise if the tokenizer has more tokens."""
     if data.synthetic:
         return settings.vocab or ByteTokenizer.size
     fewest = ByteTokenizer.size
@@ -207,7 +204,7 @@ def _vocab(data: LmData, settings: LmModel) -> int:
 
 
 def _tokenised(data: LmData, *, vocab: int) -> tuple[Tokens, Tokens, Tokenizer]:
-    """Return the tokens to train on, those to validate on, and what made them."""
+    """Return the tokens to train on, those to validate on, and the tokenizer."""
     text = split_text(read_text(data.sources), validation_share=data.validation_share)
     tokenizer: Tokenizer = ByteTokenizer()
     if data.tokenizer != "bytes":

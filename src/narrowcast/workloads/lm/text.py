@@ -1,10 +1,16 @@
-"""Text to train on, from files or from Python itself, and to validate on, kept apart from it."""
+"""Text to train and validate on, its tokens, and windows of them."""
 
 import errno
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from narrowcast.config.files import matching
 from narrowcast.config.problems import Problems, shown_path
@@ -17,6 +23,10 @@ STRETCHES = 10
 """Each part of a split has a piece of every tenth: a text changes its subject as it goes."""
 COPIES = 4
 """Of a text that there are at once while it is cut: as bytes, as text, joined, as tokens."""
+SYNTHETIC_TOKENS = 2**22
+"""Random tokens made for a speed run: 4,096 windows of 1,024, 8 MiB."""
+
+Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
 
 class Split(NamedTuple):
@@ -27,10 +37,7 @@ class Split(NamedTuple):
 
 
 def read_text(sources: Sequence[str]) -> str:
-    """Join the files that `sources` name, by path or glob; `TOPICS` stands for Python's help text.
-
-    What is wrong with any of them is said at once.
-    """
+    """Join files by path or glob, and Python's help for `TOPICS`; raise all problems at once."""
     texts: list[str] = []
     problems = Problems()
     room = (host_memory_bytes() or sys.maxsize) // COPIES
@@ -68,7 +75,7 @@ def split_text(text: str, *, validation_share: float) -> Split:
 
 
 def _matches(source: str, problems: Problems) -> list[Path]:
-    """Return the files that a path or glob names; where there are none, add why."""
+    """Return the files of a path or glob, and add a problem if there are none."""
     path, shown = expand_path(source), shown_path(source)
     try:
         # A path that exists is meant as it stands, whatever * or [ it contains.
@@ -121,3 +128,58 @@ def _topics() -> str:
     # counts once, or validation would find what training has read.
     paragraphs = (part for topic in topics.values() for part in topic.split("\n\n"))
     return "\n\n".join(dict.fromkeys(part.strip("\n") for part in paragraphs if part.strip()))
+
+
+class Tokenizer(Protocol):
+    """Cut any text into tokens that join to exactly that text again."""
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are, counted from 0."""
+
+    def encode(self, text: str) -> Tokens:
+        """Return the tokens of `text`."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`; bytes that are not UTF-8 become U+FFFD."""
+
+    def byte_lengths(self) -> npt.NDArray[np.int64]:
+        """Return how many bytes of UTF-8 each token stands for."""
+
+
+class ByteTokenizer:
+    """One token a byte: 256 tokens, nothing to train."""
+
+    size = 256
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def byte_lengths(self) -> npt.NDArray[np.int64]:
+        return np.ones(self.size, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Stretches of `length` tokens and their next tokens; every token is a target at most once."""
+
+    tokens: Tokens
+    length: int
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1) // self.length
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, one token later, of several windows (windows, length)."""
+        starts = np.asarray(indices, dtype=np.int64)[:, None] * self.length
+        rows = torch.from_numpy(self.tokens[starts + np.arange(self.length + 1)].astype(np.int64))
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def synthetic_tokens(vocab: int, *, seed: int) -> Tokens:
+    """Draw tokens evenly from `vocab`: nothing to learn, and a step costs what real text costs."""
+    drawn = np.random.default_rng(seed).integers(vocab, size=SYNTHETIC_TOKENS, dtype=np.int32)
+    return drawn.astype(np.uint16) if vocab <= 2**16 else drawn

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from narrowcast.workloads.decompose.evaluation.assignment import best_assignment
+from narrowcast.workloads.decompose.evaluation.toy_table import best_assignment
 
 
 def worth_of(worth, columns):

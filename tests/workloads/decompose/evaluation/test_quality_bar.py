@@ -9,7 +9,7 @@ import torch
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
 from narrowcast.workloads.decompose.components.masked import SiteMask
 from narrowcast.workloads.decompose.components.sites import find_sites
-from narrowcast.workloads.decompose.evaluation.quality_bar import quality_bar
+from narrowcast.workloads.decompose.judging import quality_bar
 from narrowcast.workloads.decompose.losses.adversary import PGD
 from narrowcast.workloads.decompose.losses.terms import Step
 from narrowcast.workloads.decompose.targets.tms import TMS

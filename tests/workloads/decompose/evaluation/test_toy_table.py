@@ -37,7 +37,7 @@ def test_a_right_decomposition_has_no_error(right):
     table = toy_table(*right)
     assert set(table) == {"linear1", "linear2", "hidden_layers.0"}
     for site in table.values():
-        assert all(errors.tolist() == [0, 0] for errors in site.errors.values())
+        assert site.errors.tolist() == [0, 0]
     assert {name: site.alive.tolist() for name, site in table.items()} == {
         "linear1": [5, 5],
         "linear2": [5, 5],
@@ -46,7 +46,6 @@ def test_a_right_decomposition_has_no_error(right):
     for name in ("linear1", "linear2"):
         assert table[name].least_cosine.tolist() == pytest.approx([1.0, 1.0], abs=1e-5)
         assert table[name].norm_ratio.tolist() == pytest.approx([1.0, 1.0], abs=1e-5)
-        assert table[name].mean_max_cosine.tolist() == pytest.approx([1.0, 1.0], abs=1e-5)
     assert table["hidden_layers.0"].least_cosine is None
 
 
@@ -55,7 +54,7 @@ def test_one_seed_that_is_wrong_does_not_touch_the_other(right):
     names = [site.name for site in decomposition.sites]
     importance[names.index("linear1")][1, 0] = 0.0  # nothing is needed for feature 0
     table = toy_table(decomposition, importance, truth)
-    assert table["linear1"].errors[0.1].tolist() == [0, 1]
+    assert table["linear1"].errors.tolist() == [0, 1]
     assert table["linear1"].alive.tolist() == [5, 4]
     # What is left there is no component of feature 0 at all.
     assert table["linear1"].least_cosine.tolist() == pytest.approx([1.0, 0.0], abs=1e-5)

@@ -180,13 +180,11 @@ def test_an_embedding_is_refused_where_its_input_would_have_to_be_a_vector():
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("scalar", {"hidden": [4]}, "must be one of mlp, .* got 'scalar'"),
-        ("mlp", {"hidden": []}, r"got \[\]. Write e.g. hidden: \[16\]"),
-        ("global_transformer", {"hidden": [4]}, "needs width, blocks and heads"),
+        ("global_transformer", {"hidden": [4, 4]}, "needs one hidden width"),
         (
             "global_transformer",
             {"hidden": [4], "width": 30, "blocks": 1, "heads": 4},
-            "Write width: 24",
+            "Write importance.width=24",
         ),
     ],
 )

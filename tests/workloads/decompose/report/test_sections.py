@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from narrowcast.workloads.decompose.report import schema, sections
-from narrowcast.workloads.decompose.report.heat import heat_map
+from narrowcast.workloads.decompose.report.curves import heat_map
 
 FOUND, MASKS = "Results", "Loss by mask"
 IMPORTANCES, COMPONENTS = "Causal importances", "Largest components"

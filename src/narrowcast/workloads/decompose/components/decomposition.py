@@ -1,12 +1,8 @@
-"""A target with components in the place of its sites; what a pass does is said where it is called.
-
-Modules are replaced once, where they are, and no hook is set: a pass hands its masks over for as
-long as it lasts.
-"""
+"""A target whose sites are replaced by components; masks are an argument of the call, not hooks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +17,109 @@ from narrowcast.workloads.decompose.components.masked import (
 )
 from narrowcast.workloads.decompose.components.module import Cache, ComponentModule, Line, Pass
 from narrowcast.workloads.decompose.components.sites import IDENTITY, Site
-from narrowcast.workloads.decompose.components.weights import make_components
+
+
+class Components(nn.Module):
+    """The components of a site: the columns of V, read from, and the rows of U, written to."""
+
+    def __init__(self, site: Site, seeds: int, *, device: torch.device | None = None) -> None:
+        super().__init__()
+        count = site.components
+        self.V = nn.Parameter(torch.randn(seeds, site.d_in, count, device=device) / site.d_in**0.5)
+        self.U = nn.Parameter(torch.randn(seeds, count, site.d_out, device=device) / count**0.5)
+
+    def pair(self, full: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return V and U from the full-precision weights, by the ids of parameters."""
+        return full[id(self.V)], full[id(self.U)]
+
+
+class TiedComponents(nn.Module):
+    """The components of another site, transposed."""
+
+    def __init__(self, of: Components) -> None:
+        super().__init__()
+        self._owner = (of,)  # in a tuple it is no submodule, whose weights would be kept again
+
+    @property
+    def V(self) -> Tensor:
+        return self._owner[0].U.mT
+
+    @property
+    def U(self) -> Tensor:
+        return self._owner[0].V.mT
+
+    def pair(self, full: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+        V, U = self._owner[0].pair(full)
+        return U.mT, V.mT
+
+
+class ComponentDict(nn.Module):
+    """Components by the names of their sites, in the order of these."""
+
+    def __init__(self, components: Mapping[str, Components | TiedComponents]) -> None:
+        super().__init__()
+        self.names = tuple(components)
+        for name, each in components.items():
+            self.add_module(_key(name), each)
+
+    def __getitem__(self, name: str) -> Components | TiedComponents:
+        return cast(Components | TiedComponents, self._modules[_key(name)])
+
+    def values(self) -> list[Components | TiedComponents]:
+        return [self[name] for name in self.names]
+
+    def items(self) -> list[tuple[str, Components | TiedComponents]]:
+        return [(name, self[name]) for name in self.names]
+
+
+def make_components(
+    sites: Mapping[str, Site], seeds: int, *, tied: Mapping[str, str], device: torch.device
+) -> ComponentDict:
+    """Draw components for all sites but those that are tied to another's."""
+    for name, other in tied.items():
+        _check_tie(sites, name, other, tied)
+    own = {
+        name: Components(site, seeds, device=device)
+        for name, site in sites.items()
+        if name not in tied
+    }
+    return ComponentDict(
+        {name: TiedComponents(own[tied[name]]) if name in tied else own[name] for name in sites}
+    )
+
+
+def _check_tie(sites: Mapping[str, Site], name: str, other: str, tied: Mapping[str, str]) -> None:
+    for each in (name, other):
+        if each not in sites:
+            raise ConfigError(f"tied must name sites ({', '.join(sites)}), got {each}.")
+    if other in tied:
+        raise ConfigError(
+            f"{name} is tied to {other}, which is itself tied to {tied[other]}. Tie both to "
+            f"{tied[other]}."
+        )
+    one, two = sites[name], sites[other]
+    turned = (two.d_out, two.d_in, two.components)
+    if (one.d_in, one.d_out, one.components) != turned:
+        raise ConfigError(
+            f"{name} ({one.d_in} x {one.d_out}, {one.components} components) is not the transpose "
+            f"of {other} ({two.d_in} x {two.d_out}, {two.components}). Tie a matrix to its "
+            "transpose, with the same number of components, or write sites.tied=false."
+        )
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "/")
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What a pass gave."""
+    """The output of a pass, and what it cached."""
 
     output: Tensor
     inputs: list[Tensor]
-    """Of each site (seeds, rows, d_in), or tokens of (seeds, rows); empty where none was kept."""
+    """Per site (seeds, rows, d_in), or tokens of (seeds, rows); empty if not cached."""
     acts: list[Tensor]
-    """Of each site's components (seeds, rows, C); empty where none was kept."""
+    """Per site (seeds, rows, C); empty if not cached."""
 
 
 class Decomposition(nn.Module):
@@ -47,11 +134,7 @@ class Decomposition(nn.Module):
         tied: Mapping[str, str] | None = None,
         output: Callable[[Any], Tensor] | str | None = None,
     ) -> None:
-        """Replace the modules of `target` in place.
-
-        `tied` names sites that are the transpose of another, whose components they share. `output`
-        says what of the target's result is compared: an attribute, `idx_0`, a function, or all.
-        """
+        """Replace the modules of `target` in place; `output` selects the tensor of its result."""
         super().__init__()
         self.sites = tuple(sites)
         self.seeds = seeds
@@ -66,13 +149,12 @@ class Decomposition(nn.Module):
         self.components = make_components(named, seeds, tied=tied or {}, device=device)
 
     def train(self, mode: bool = True) -> "Decomposition":
-        """Train components; the target computes as where it is used."""
         super().train(mode)
         self.target.eval()
         return self
 
     def module(self, site: Site) -> ComponentModule:
-        """Return what stands in a site's place."""
+        """Return the module of a site."""
         result = self.target.get_submodule(site.name)
         assert isinstance(result, ComponentModule)
         return result
@@ -86,11 +168,7 @@ class Decomposition(nn.Module):
         seed: Tensor | None = None,
         **kwargs: Any,
     ) -> Passed:
-        """Call the target with components where there is a mask; without any it is the target.
-
-        Components that are `frozen` get no gradient, and none is computed: for passes whose masks
-        alone are looked for. Kernels draw from `seed`, where a pass is to draw what another did.
-        """
+        """Call the target with components where there is a mask; `frozen` ones get no gradient."""
         if masks is not None and len(masks) != len(self.sites):
             raise ConfigError(
                 f"masks must be one per site, got {len(masks)} for {len(self.sites)} sites."
@@ -107,7 +185,7 @@ class Decomposition(nn.Module):
         return Passed(_taken(raw, self._output), _ordered(current.inputs), _ordered(current.acts))
 
     def deltas(self) -> list[Tensor]:
-        """Return what components leave of each weight, (seeds, d_out, d_in), in fp32 or wider."""
+        """Return the weight residual of each site, (seeds, d_out, d_in), in fp32 or wider."""
         weights = [self.module(site).weight_t for site in self.sites]
         with torch.autocast(weights[0].device.type, enabled=False):
             return [
@@ -136,7 +214,7 @@ class Decomposition(nn.Module):
                 self._precede(index, site)
 
     def _insert(self, name: str) -> ComponentModule:
-        """Return what stands at a name, put there if the target's own module still is."""
+        """Return the component module at a name; insert it if it is not there."""
         matched = self.target.get_submodule(name)
         if isinstance(matched, ComponentModule):
             return matched

@@ -97,7 +97,7 @@ def masked_embedding(
     weight: Tensor,
     mask: SiteMask,
 ) -> Tensor:
-    """Return the like for tokens, (seeds, rows), whose lines of `V` and `weight` are looked up."""
+    """Return the output for tokens (seeds, rows), which index the rows of `V` and `weight`."""
     saved, left = shares(mask)
     result = product(looked_up(V, tokens) * saved, U)
     if left is not None:
@@ -106,13 +106,13 @@ def masked_embedding(
 
 
 def activations(x: Tensor, V: Tensor) -> Tensor:
-    """Return what components read from `x`: (seeds, rows, C)."""
+    """Return x V: (seeds, rows, C)."""
     dtype = computed_in(V)
     return product(x.to(dtype), V.to(dtype))
 
 
 def computed_in(V: Tensor) -> torch.dtype:
-    """Return the format of products with `V`: that of autocast, or its own."""
+    """Return the dtype of products with `V`: that of autocast, or its own."""
     kind = V.device.type
     if V.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return V.dtype
@@ -120,7 +120,7 @@ def computed_in(V: Tensor) -> torch.dtype:
 
 
 def looked_up(table: Tensor, tokens: Tensor) -> Tensor:
-    """Return the lines of a table, (seeds or 1, tokens, width), for tokens of (seeds, rows)."""
+    """Return the rows of a table, (seeds or 1, tokens, width), for tokens of (seeds, rows)."""
     if table.shape[0] == 1:
         return table[0][tokens]
     seeds = torch.arange(table.shape[0], device=table.device)[:, None]
@@ -128,7 +128,7 @@ def looked_up(table: Tensor, tokens: Tensor) -> Tensor:
 
 
 def shares(mask: SiteMask) -> tuple[Tensor, Tensor | None]:
-    """Return m - d, (seeds, rows, C), and d, (seeds, rows) or None where it is nowhere but 0."""
+    """Return m - d, (seeds, rows, C), and d, (seeds, rows), or None if it is 0 everywhere."""
     importance = mask.importance
     source = _numbers(mask.source, importance)
     stored = importance + (1 - importance) * source
@@ -157,7 +157,7 @@ def _numbers(source: Source, like: Tensor) -> Tensor | float:
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a b of each seed, (seeds, …, …), in `dtype`, else in that of the operands."""
+    """Return a b per seed, (seeds, ...), in `dtype`, else in that of the operands."""
     one = a.shape[0] == 1
     wide = dtype is not None and dtype != a.dtype
     if wide and a.is_cuda and dtype == torch.float32:
@@ -182,7 +182,7 @@ def added_product(to: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def is_fused(x: Tensor, mask: SiteMask) -> bool:
-    """Say whether the kernels compute a site of this input and mask."""
+    """Return whether kernels compute a site of this input and mask."""
     tensors = [x, mask.importance]
     tensors += [each for each in (mask.source, mask.delta) if isinstance(each, Tensor)]
     known = all(each.dtype in FORMATS for each in tensors)
@@ -191,12 +191,12 @@ def is_fused(x: Tensor, mask: SiteMask) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_kernels(device: str) -> bool:
-    """Say whether Triton computes on devices of this type; a compiled pass asks once."""
+    """Return whether Triton runs on devices of this type, as a constant for torch.compile."""
     return not unsupported_reason(torch.device(device))
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """Draw a seed on the device, where a CUDA graph draws another whenever it is replayed."""
+    """Draw a seed on the device; a CUDA graph draws another whenever it is replayed."""
     return torch.randint(2**62, (1,), device=device)
 
 
@@ -211,7 +211,7 @@ def fused_output(
     seed: Tensor | None,
     stream: int,
 ) -> Tensor:
-    """Return what `masked_output` does, in the format of `x`."""
+    """Return `masked_output` in the dtype of `x`, computed by kernels."""
     sources, source = _split_source(mask.source)
     deltas, delta = _split_source(mask.delta)
     if seed is None and (sources[0] > 2 or deltas[0] > 2):
@@ -231,7 +231,7 @@ def fused_output(
 
 
 def _split_source(source: Source | None) -> tuple[tuple[int, float], Tensor | None]:
-    """Return kind and value of a source, and its tensor: the kinds of `kernels.site`."""
+    """Return the kind of a source as in `kernels.site`, its value, and its tensor."""
     if source is None:
         return (0, 0.0), None
     if isinstance(source, Tensor):
@@ -299,7 +299,7 @@ _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 def _weights(
     V: Tensor, U: Tensor, weight_t: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return V and [U ; W^T] in `dtype`, with C and d_in rounded up to 8 by zeros."""
+    """Return V and [U ; W^T] in `dtype`, with C and d_in padded to multiples of 8."""
     both = torch.ops.narrowcast.masked_weights(V, U, weight_t, dtype)
     first = V.shape[1] * _rounded_up(V.shape[2])
     narrow = both[:, :first].unflatten(1, (V.shape[1], -1))

@@ -51,7 +51,6 @@ class ComponentModule(nn.Module):
     def __init__(
         self, name: str, kind: Kind, weight: Tensor, bias: Tensor | None, *, seeds: int, line: Line
     ) -> None:
-        """Take the weights over under the names they had; `index` is set where it is a site."""
         super().__init__()
         self.name, self.kind, self.seeds = name, kind, seeds
         self.index: int | None = None
@@ -65,7 +64,7 @@ class ComponentModule(nn.Module):
 
     @classmethod
     def of(cls, name: str, module: nn.Module, *, seeds: int, line: Line) -> "ComponentModule":
-        """Return what takes the place of a module."""
+        """Return the replacement of a module."""
         weight = module._parameters["weight"]
         assert weight is not None
         if weight.dim() == 3 and weight.shape[0] != seeds:
@@ -79,18 +78,17 @@ class ComponentModule(nn.Module):
     def identity(
         cls, name: str, width: int, like: Tensor, *, seeds: int, line: Line
     ) -> "ComponentModule":
-        """Return an identity that can be taken apart."""
+        """Return an identity that can be decomposed."""
         weight = torch.eye(width, device=like.device, dtype=like.dtype)
         return cls(name, "identity", weight, None, seeds=seeds, line=line)
 
     @property
     def weight_t(self) -> Tensor:
-        """The matrix as (seeds or 1, d_in, d_out), whichever way the module keeps it."""
+        """The matrix as (seeds or 1, d_in, d_out), whichever way the module stores it."""
         weight = self.weight.mT if self.kind == "linear" else self.weight
         return weight if weight.dim() == 3 else weight.unsqueeze(0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the target's module does, or what components make of it."""
         x = _only_input(self.name, args, kwargs)
         before = self._modules[IDENTITY]
         if before is not None:
@@ -128,7 +126,7 @@ class ComponentModule(nn.Module):
             current.acts[self.index] = looked_up(V, rows) if table else activations(rows, V)
 
     def _rows(self, x: Tensor) -> Tensor:
-        """Return (seeds, rows, …) of whatever shape the target works with."""
+        """Return `x` as (seeds, rows, ...)."""
         width = () if self.kind == "embedding" else (x.shape[-1],)
         if self.seeds == 1:
             return x.reshape(1, -1, *width)

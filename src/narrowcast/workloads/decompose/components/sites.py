@@ -1,6 +1,6 @@
 """Sites: the modules of a target that are taken apart, found by the names they have there."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -35,7 +35,6 @@ class Site:
     bias: bool
 
     def __post_init__(self) -> None:
-        """Refuse a number of components that cannot be meant."""
         rank = min(self.d_in, self.d_out)
         if not 1 <= self.components <= MOST_PER_RANK * rank:
             raise ConfigError(
@@ -47,11 +46,7 @@ class Site:
 def find_sites(
     target: nn.Module, patterns: Mapping[str, int], identities: Mapping[str, int] | None = None
 ) -> list[Site]:
-    """Return the sites whose names match, in the target's order, with components as written.
-
-    Patterns are of the shell, such as `h.*.mlp.c_fc`. `identities` are sites of their own, before
-    the modules that they name.
-    """
+    """Return the sites whose names match shell patterns, in the target's order."""
     identities = identities or {}
     chosen = _matches(target, patterns)
     before = _matches(target, identities)
@@ -67,7 +62,7 @@ def find_sites(
 
 
 def site_kind(name: str, module: nn.Module) -> Kind:
-    """Say what a module is; refuse one that is no matrix, or does more than to apply it."""
+    """Return the kind of a module; raise if it is not a matrix, or has hooks."""
     kind = _kind(module)
     if kind is None:
         raise ConfigError(
@@ -82,9 +77,9 @@ def site_kind(name: str, module: nn.Module) -> Kind:
 
 
 def _matches(target: nn.Module, patterns: Mapping[str, int]) -> dict[str, int]:
-    """Return which module takes how many components."""
+    """Return the number of components of each matching module."""
     results: dict[str, tuple[str, int]] = {}
-    names = list(_names(target))
+    names = [name for name, _ in target.named_modules(remove_duplicate=False) if name]
     for pattern, components in patterns.items():
         here = [name for name in names if fnmatchcase(name, pattern)]
         if not here:
@@ -102,10 +97,6 @@ def _matches(target: nn.Module, patterns: Mapping[str, int]) -> dict[str, int]:
     return {name: components for name, (_, components) in results.items()}
 
 
-def _names(target: nn.Module) -> Iterator[str]:
-    return (name for name, _ in target.named_modules(remove_duplicate=False) if name)
-
-
 def _check_shared(target: nn.Module, names: Mapping[str, object]) -> None:
     known: dict[int, list[str]] = {}
     for name, module in target.named_modules(remove_duplicate=False):
@@ -120,7 +111,7 @@ def _check_shared(target: nn.Module, names: Mapping[str, object]) -> None:
 
 
 def _some(target: nn.Module) -> str:
-    """Name modules that could be sites, as patterns that have one for all layers."""
+    """Return patterns of modules that could be sites."""
     names = [
         ".".join("*" if part.isdigit() else part for part in name.split("."))
         for name, module in target.named_modules()
@@ -135,7 +126,9 @@ def _some(target: nn.Module) -> str:
 def _site(name: str, module: nn.Module, components: int) -> Site:
     kind = site_kind(name, module)
     d_in, d_out = _widths(kind, module)
-    return Site(name, kind, d_in, d_out, components, bias=_bias(module) is not None)
+    return Site(
+        name, kind, d_in, d_out, components, bias=module._parameters.get("bias") is not None
+    )
 
 
 def _identity(name: str, module: nn.Module, components: int) -> Site:
@@ -155,15 +148,12 @@ def _widths(kind: Kind, module: nn.Module) -> tuple[int, int]:
     return (second, first) if kind == "linear" else (first, second)
 
 
-def _bias(module: nn.Module) -> Tensor | None:
-    return module._parameters.get("bias")
-
-
 def _kind(module: nn.Module) -> Kind | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return None
-    if _is_seeded(module, weight) or _computes_as(module, nn.Linear):
+    seeded = weight.dim() == 3 and getattr(module, "seeds", None) == weight.shape[0]
+    if seeded or _computes_as(module, nn.Linear):
         return "linear"
     if _is_conv1d(module, weight):
         return "conv1d"
@@ -176,10 +166,6 @@ def _computes_as(module: nn.Module, kind: type[nn.Linear] | type[nn.Embedding]) 
 
 
 def _is_conv1d(module: nn.Module, weight: Tensor) -> bool:
-    """transformers' linear layer, whose weight lies the other way, without importing it."""
+    """Return whether a module is transformers' transposed linear layer, without importing it."""
     named = type(module).__name__ == "Conv1D" and not isinstance(module, nn.Conv1d)
     return named and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
-
-
-def _is_seeded(module: nn.Module, weight: Tensor) -> bool:
-    return weight.dim() == 3 and getattr(module, "seeds", None) == weight.shape[0]

@@ -49,11 +49,7 @@ class LanguageTable:
             self._sum(self._nats, masking, _nats(output, tokens))
 
     def read(self) -> dict[str, float]:
-        """Return `ce_target`, and of each row its kl, ce, and by how much that is more.
-
-        `ce_unrecovered` is that by what `zero` loses, and not a number where `zero` loses nothing.
-        Waits for the device.
-        """
+        """Return `ce_target`, and kl, ce, ce_difference and ce_unrecovered per row; waits."""
         nats = {name: each.item() / self._predicted for name, each in self._nats.items()}
         target = nats["target"]
         worst = nats["zero"] - target if "zero" in nats else math.nan

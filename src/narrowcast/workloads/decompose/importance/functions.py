@@ -6,7 +6,7 @@ sites at once: `global_shared_mlp`, and `global_transformer`, which sees other p
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,7 @@ class ImportanceFunction(nn.Module):
     def forward(
         self, inputs: Sequence[Tensor], acts: Sequence[Tensor], *, length: int
     ) -> list[Tensor]:
-        """Return the logits of each site, (seeds, rows, components).
-
-        Every `length` rows are the positions of one text, for what sees more than one of them.
-        """
+        """Return the logits of each site, (seeds, rows, components); a sample has `length` rows."""
         raise NotImplementedError
 
 
@@ -45,7 +42,6 @@ class SiteBySite(ImportanceFunction):
     def forward(
         self, inputs: Sequence[Tensor], acts: Sequence[Tensor], *, length: int
     ) -> list[Tensor]:
-        """Return the logits of each site."""
         seen = acts if self.needs == "acts" else inputs
         return [function(x) for function, x in zip(self.functions, seen, strict=True)]
 
@@ -60,7 +56,6 @@ class AllAtOnce(ImportanceFunction):
     def forward(
         self, inputs: Sequence[Tensor], acts: Sequence[Tensor], *, length: int
     ) -> list[Tensor]:
-        """Return the logits of each site."""
         if isinstance(self.function, Transformer):
             logits = self.function(inputs, length=length)
         else:
@@ -74,16 +69,12 @@ def build_importance(
     *,
     seeds: int,
     hidden: Sequence[int],
-    width: int = 0,
-    blocks: int = 0,
-    heads: int = 0,
+    width: int = 256,
+    blocks: int = 4,
+    heads: int = 4,
 ) -> ImportanceFunction:
-    """Build the importance functions of `sites`, with weights of its own for every seed.
-
-    `hidden` are the widths of an MLP's hidden layers; of a transformer, which has besides a
-    `width`, `blocks` and `heads`, the one of its blocks' MLPs.
-    """
-    _require_known(kind, sites, hidden)
+    """Build the importance functions of `sites`, with weights of their own for every seed."""
+    _check(kind, sites, hidden, width=width, heads=heads)
     d_in = sum(site.d_in for site in sites)
     components = [site.components for site in sites]
     match kind:
@@ -99,7 +90,6 @@ def build_importance(
         case "global_shared_mlp":
             return AllAtOnce(SharedMLP(seeds, d_in, hidden, sum(components)), components)
         case "global_transformer":
-            _require_transformer(hidden, width=width, blocks=blocks, heads=heads)
             function = Transformer(
                 seeds,
                 d_in,
@@ -112,11 +102,9 @@ def build_importance(
             return AllAtOnce(function, components)
 
 
-def _require_known(kind: str, sites: Sequence[Site], hidden: Sequence[int]) -> None:
-    if kind not in get_args(Kind):
-        raise ConfigError(
-            f"The importance function must be one of {', '.join(get_args(Kind))}, got {kind!r}."
-        )
+def _check(
+    kind: str, sites: Sequence[Site], hidden: Sequence[int], *, width: int, heads: int
+) -> None:
     embeddings = [site.name for site in sites if site.kind == "embedding"]
     if embeddings and kind != "mlp":
         raise ConfigError(
@@ -124,21 +112,16 @@ def _require_known(kind: str, sites: Sequence[Site], hidden: Sequence[int]) -> N
             "embedding, whose input is a token. Write importance.kind=mlp, or leave the embedding "
             "out."
         )
-    if min(hidden, default=0) < 1:
+    if kind != "global_transformer":
+        return
+    if len(hidden) != 1:
         raise ConfigError(
-            f"hidden of the importance function {kind!r} must be widths of at least 1, got "
-            f"{list(hidden)}. Write e.g. hidden: [16]."
-        )
-
-
-def _require_transformer(hidden: Sequence[int], *, width: int, blocks: int, heads: int) -> None:
-    if min(width, blocks, heads) < 1 or len(hidden) != 1:
-        raise ConfigError(
-            "A global_transformer needs width, blocks and heads of at least 1 and one hidden width "
-            "for its MLPs. Write e.g. width: 256, blocks: 4, heads: 4, hidden: [1024]."
+            "importance.kind=global_transformer needs one hidden width for its MLPs, got "
+            f"{list(hidden)}. Write e.g. importance.hidden=[1024]."
         )
     if width % (2 * heads):
         raise ConfigError(
-            f"width must be heads × an even number for rotary positions, got {width} with {heads} "
-            f"heads. Write width: {max(width // (2 * heads), 1) * 2 * heads}."
+            f"importance.width must be heads × an even number for rotary positions, got {width} "
+            f"with {heads} heads. Write importance.width="
+            f"{max(width // (2 * heads), 1) * 2 * heads}."
         )

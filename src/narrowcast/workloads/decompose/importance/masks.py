@@ -35,11 +35,7 @@ def routes(
     batched: bool = False,
     stored: Fixed | None = None,
 ) -> list[Route]:
-    """Return the passes of a routing, drawn anew where it is random.
-
-    One pass, but for `layerwise`: one for each site, or where `batched` a single pass over as many
-    copies of the batch, each of which one site computes with components.
-    """
+    """Return the passes of a routing: one, or for `layerwise` one per site unless `batched`."""
     sites, (seeds, rows, _) = len(importance), importance[0].shape
     device, every = importance[0].device, tuple(range(len(importance)))
     match routing:
@@ -61,11 +57,10 @@ def fixed_route(
     *,
     saved: Fixed | None = None,
 ) -> Route:
-    """Return one pass of copies that all sites compute, and of copies that one site each does.
+    """Return one pass with a copy that all sites compute, or one copy per site.
 
-    Nothing of it changes from step to step: what is once made stays in `kept`, which lives as long
-    as CUDA graphs that read from it. Not what is made while one is captured, though: that is filled
-    only when the graph is replayed.
+    The route is the same in every step, so it is kept in `saved`, which lives as long as CUDA
+    graphs that read from it. A tensor made during capture is not: it is filled only on replay.
     """
     sites, (seeds, rows, _) = len(importance), importance[0].shape
     device = importance[0].device
@@ -94,7 +89,7 @@ def _computed_by(
 
 
 def uniform_k_subset(sites: int, seeds: int, rows: int, device: torch.device) -> Tensor:
-    """Draw for each row how many sites, from 1 to all with even chances, and then which."""
+    """Draw a number of sites from 1 to all per row, and then which."""
     count = torch.randint(1, sites + 1, (seeds, rows), device=device)
     # What sorts random numbers is a permutation, all of them with even chances.
     order = torch.rand(sites, seeds, rows, device=device).argsort(0)
@@ -123,7 +118,7 @@ MaskInputs = TypeVar("MaskInputs", Tensor, Source, Source | None)
 
 
 def _repeated(inputs: MaskInputs, copies: int) -> MaskInputs:
-    """Return rows one copy after another; what broadcasts over rows does so still."""
+    """Repeat rows once per copy; what broadcasts over rows stays."""
     if copies == 1 or not isinstance(inputs, Tensor) or inputs.shape[1] == 1:
         return inputs
     return inputs.repeat(1, copies, *[1] * (inputs.dim() - 2))

@@ -50,7 +50,6 @@ class SharedMLP(nn.Module):
         self.last = SeededDense(seeds, (d_in, *hidden)[-1], d_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (seeds, rows, d_in) to (seeds, rows, d_out)."""
         for layer in self.layers:
             x = F.gelu(layer(x))
         out: Tensor = self.last(x)
@@ -120,7 +119,7 @@ class Transformer(nn.Module):
         self.last = SeededDense(seeds, width, d_out)
 
     def forward(self, inputs: Sequence[Tensor], *, length: int) -> Tensor:
-        """Return (seeds, rows, d_out); every `length` rows are the positions of one text."""
+        """Return (seeds, rows, d_out); every `length` rows are the positions of one sample."""
         # Each site's input by itself: their sizes say more of the network than of what it reads.
         x = self.embed(torch.cat([_normed(each) for each in inputs], -1))
         turns = _turns(length, self.head_width, x.device)
@@ -142,13 +141,12 @@ class Block(nn.Module):
         self.down = SeededDense(seeds, hidden, width)
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the stream `x`, (seeds, rows, width), with this block's contributions."""
         x = x + self.out(self._gathered(self.qkv(_normed(x)), turns))
         out: Tensor = x + self.down(F.gelu(self.up(_normed(x))))
         return out
 
     def _gathered(self, qkv: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """Return what each position gathers from all of its text: (seeds, rows, width)."""
+        """Return the attention outputs (seeds, rows, width)."""
         seeds, rows, _ = qkv.shape
         separate = qkv.reshape(-1, turns[0].shape[0], 3, self.heads, self.head_width)
         query, key, value = separate.permute(2, 0, 3, 1, 4).unbind(0)  # (texts, heads, length, ...)
@@ -161,7 +159,7 @@ def _normed(x: Tensor) -> Tensor:
 
 
 def _turns(length: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the angles of rotary positions, (length, head width / 2)."""
+    """Return cosines and sines of rotary positions, (length, head width / 2)."""
     half = torch.arange(head_width // 2, device=device, dtype=torch.float32)
     speeds = torch.exp(half * (-2 * math.log(ROTARY_BASE) / head_width))
     angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * speeds
@@ -175,11 +173,7 @@ def _turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def scalar_mlp(h: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """Return b2 + Σ_j w2_j gelu(w1_j h + b1_j), with the exact GELU, in the format of `h`.
-
-    `h` is (seeds, rows, components), the hidden units' weights are (seeds, components, units), and
-    `b2` is (seeds, components).
-    """
+    """Return b2 + Σ_j w2_j gelu(w1_j h + b1_j) with the exact GELU; w1 is (seeds, C, units)."""
     known = all(each.dtype in FORMATS for each in (h, w1, b1, w2, b2))
     if known and h.shape[1] > 0 and has_kernels(h.device.type):
         result: Tensor = _apply(h, w1, b1, w2, b2)

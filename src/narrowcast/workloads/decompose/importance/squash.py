@@ -31,7 +31,7 @@ def lower(logits: Tensor, kind: Squash = "leaky_hard") -> Tensor:
 
 
 def upper(logits: Tensor, kind: Squash = "leaky_hard") -> Tensor:
-    """Return the importances that losses press on, at least 0."""
+    """Return the importances for minimality losses, at least 0."""
     return both(logits, kind)[1]
 
 
@@ -45,7 +45,7 @@ def both(logits: Tensor, kind: Squash = "leaky_hard") -> tuple[Tensor, Tensor]:
 
 
 def shifted(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the logits for `lower`: binomial sampling spreads them with noise, drawn anew."""
+    """Return the logits for `lower`; binomial sampling adds noise."""
     if sampling == "continuous":
         return logits
     return (1 + BINOMIAL_SHIFT) * logits - BINOMIAL_SHIFT * torch.rand_like(logits)

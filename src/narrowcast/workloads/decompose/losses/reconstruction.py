@@ -76,7 +76,6 @@ class Routed(Masked):
     def mean(
         self, step: Step, sources: Sequence[Source], deltas: Sequence[Source | None]
     ) -> Tensor:
-        """Return the mean over the term's passes."""
         separate = [self.divergence(step, route, sources, deltas) for route in self.routes(step)]
         return separate[0] if len(separate) == 1 else torch.stack(separate).mean(0)
 

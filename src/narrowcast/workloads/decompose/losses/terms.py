@@ -109,7 +109,4 @@ class Loss(Term, ABC):
 
     @abstractmethod
     def __call__(self, step: Step, ascents: int = 1) -> Tensor:
-        """Return the term without its coefficient, one number per seed.
-
-        `ascents` is how many steps the adversary takes, if the term has one.
-        """
+        """Return the term without its coefficient, per seed; an adversary makes `ascents` steps."""

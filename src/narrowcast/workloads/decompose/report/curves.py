@@ -1,4 +1,4 @@
-"""Charts of a decomposition: activation densities, and metrics during training."""
+"""Charts of a decomposition: heat maps of matrices, activation densities and trajectories."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from narrowcast.runs import EvalRecord, Record
 from narrowcast.runs.report_drawing import (
     COLOURS,
     GRID,
+    LINE,
     Scale,
     axes,
     box,
@@ -18,7 +19,7 @@ from narrowcast.runs.report_drawing import (
     path,
     text_mark,
 )
-from narrowcast.workloads.decompose.report.matrices import Histogram
+from narrowcast.workloads.decompose.report.matrices import Histogram, Picture
 from narrowcast.workloads.decompose.report.schema import TRAJECTORIES
 
 WIDTH, HEIGHT = 460.0, 250.0
@@ -28,6 +29,9 @@ WIDE = 100
 """Curves that fall or rise by more are drawn over a logarithm."""
 MOST_POINTS = 400
 """Of a curve; a longer one is thinned."""
+TINTS = 10
+"""Shades of a colour that are told apart; what is below half of the first is left blank."""
+POSITIVE, NEGATIVE = "var(--series)", "var(--evaluated)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,7 @@ class Trajectory:
 
 
 def trajectories(records: Sequence[Record]) -> list[Trajectory]:
-    """Collect what evaluations measured, by kind; of a curve only finite numbers are drawn."""
+    """Collect the finite metrics of evaluations, by kind."""
     results: dict[str, dict[str, list[tuple[int, float]]]] = {kind: {} for kind in TRAJECTORIES}
     for record in records:
         if not isinstance(record, EvalRecord):
@@ -56,7 +60,7 @@ def trajectories(records: Sequence[Record]) -> list[Trajectory]:
 
 
 def trajectory_chart(message: Trajectory) -> str:
-    """Draw the curves of one kind; of many, as many as there are colours."""
+    """Draw the curves of one kind, at most as many as there are colours."""
     shown = dict(list(message.curves.items())[:COLOURS])
     steps = [step for curve in shown.values() for step, _ in curve]
     values = [value for curve in shown.values() for _, value in curve]
@@ -82,7 +86,7 @@ def trajectory_chart(message: Trajectory) -> str:
 
 
 def _axes(x: Scale, y: Scale) -> list[str]:
-    """Draw a grid of which the upright numbers are logarithms: a line for each power of ten."""
+    """Draw axes with a logarithmic y axis: a line per power of ten."""
     marks = [text_mark(x.end, y.start + 36, "step", anchor="end")]
     for value, label in x.ticks():
         marks.append(line(x(value), y.start, x(value), y.end))
@@ -102,7 +106,7 @@ def _thinned(curve: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
 
 
 def density_chart(result: Histogram, name: str) -> str:
-    """Draw how many components are in use at what share of positions, by its logarithm."""
+    """Draw the number of components by the share of positions at which they are active."""
     low, high = result.edges[0], result.edges[-1]
     x = Scale(low, high, 48, WIDTH - 16)
     y = Scale(0, max(*result.counts, 1), 140, 22)
@@ -124,3 +128,46 @@ def density_chart(result: Histogram, name: str) -> str:
         f"active, {result.never:,} never."
     )
     return drawing(marks, width=WIDTH, height=182, alt=alt, most=WIDTH * 1.2)
+
+
+def heat_map(picture: Picture, *, alt: str, most: float, below: str = "", extra: str = "") -> str:
+    """Draw a matrix at most `most` pixels wide; `below` and `extra` name its axes."""
+    cells = picture.cells()
+    rows, columns = len(cells), len(cells[0])
+    side = most / max(rows, columns, 4)
+    left, top = (22.0 if extra else 0.0), 0.0
+    wide, high = side * columns, side * rows
+    marks = [
+        f'<rect x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}" '
+        f'style="fill:none;stroke:{LINE}"></rect>',
+        f'<g transform="translate({left:.1f} {top:.1f}) scale({side:.4g})" '
+        f'style="shape-rendering:crispEdges">{"".join(_paths(cells, picture))}</g>',
+    ]
+    height = high + (22 if below else 1)
+    if below:
+        marks.append(text_mark(left, high + 16, below))
+    if extra:
+        turned = f"transform:rotate(-90deg);transform-origin:14px {high:.0f}px"
+        marks.append(text_mark(14, high, extra, more=turned))
+    width = left + max(wide, 8.0 * len(below)) + 1
+    return drawing(marks, width=width, height=height, alt=alt, most=width)
+
+
+def _paths(cells: list[list[float]], picture: Picture) -> list[str]:
+    """Return one path per tint; neighbours of one tint are one stroke."""
+    strongest = max(abs(picture.low), abs(picture.high)) or 1.0
+    strokes: dict[int, list[str]] = {}
+    for y, row in enumerate(cells):
+        tints = [round(TINTS * value / strongest) for value in row]
+        start = 0
+        for x in range(1, len(tints) + 1):
+            if x == len(tints) or tints[x] != tints[start]:
+                if tints[start]:
+                    run = f"M{start} {y}h{x - start}v1H{start}z"
+                    strokes.setdefault(tints[start], []).append(run)
+                start = x
+    return [
+        f'<path d="{"".join(runs)}" style="fill:{POSITIVE if tint > 0 else NEGATIVE};'
+        f'fill-opacity:{abs(tint) / TINTS:g}"></path>'
+        for tint, runs in sorted(strokes.items())
+    ]

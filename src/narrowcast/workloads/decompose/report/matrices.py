@@ -45,7 +45,7 @@ class Picture(BaseModel):
         return self
 
     def cells(self) -> list[list[float]]:
-        """Return the matrix again, as exactly as its levels allow."""
+        """Return the matrix, as exactly as its levels allow."""
         step = (self.high - self.low) / LEVELS
         return [[self.low + step * level for level in bytes.fromhex(row)] for row in self.rows]
 
@@ -67,11 +67,7 @@ def picture(
     high: float | None = None,
     most_cells: int = MOST_CELLS,
 ) -> Picture:
-    """Make a picture of (rows, columns); of several numbers in a cell the largest in size stays.
-
-    Without `low` and `high` the scale is even around 0, so that 0 is in its middle; what is beyond
-    it is drawn at its end, and what is no number as 0.
-    """
+    """Return a picture, pooled by magnitude; by default 0 is in the middle of the scale."""
     full = matrix.detach().float().cpu()
     shape = (full.shape[0], full.shape[1])
     most = float(full.nan_to_num(0, 0, 0).abs().max()) or 1.0
@@ -84,20 +80,13 @@ def picture(
 
 
 def importance_picture(importance: Tensor, *, dense: bool = False) -> tuple[Picture, list[int]]:
-    """Draw (features, components) as `diagonal_order` has it; of many, the first columns only.
-
-    Return the picture and which component each of its columns is.
-    """
+    """Return a picture of (features, components) in `diagonal_order`, and its columns."""
     order = diagonal_order(importance, dense=dense)[:MOST_CELLS]
     return picture(importance.detach().cpu()[:, order], low=0.0, high=1.0), order
 
 
 def diagonal_order(importance: Tensor, *, dense: bool = False) -> list[int]:
-    """Return an order of the columns of (features, components) that reads as a diagonal.
-
-    Components stand by the feature that they are most important for, the weak ones last; `dense`:
-    by their sum, for components that every feature shares.
-    """
+    """Return the columns by their most important feature, weak ones last; `dense`: by sum."""
     g = importance.detach().float().cpu().nan_to_num()
     if dense:
         return [int(at) for at in (-g.sum(0)).argsort(stable=True)]
@@ -139,7 +128,7 @@ def histogram(densities: Tensor | Sequence[float]) -> Histogram:
 
 
 def _pooled(matrix: Tensor, most: int) -> Tensor:
-    """Join rows to at most `most`, keeping of each column the number of the largest size."""
+    """Join rows to at most `most`, keeping the largest magnitude per column."""
     if len(matrix) <= most:
         return matrix
     parts = matrix.tensor_split(most)

@@ -1,13 +1,14 @@
 """The sections of a decomposition report, drawn from `decomposition.json` and the records."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from narrowcast.runs import Record, ReportSection
 from narrowcast.runs.report_drawing import legend
-from narrowcast.workloads.decompose.report import curves, tables
-from narrowcast.workloads.decompose.report.heat import NEGATIVE, POSITIVE, heat_map
+from narrowcast.workloads.decompose.report import curves
+from narrowcast.workloads.decompose.report.curves import NEGATIVE, POSITIVE, heat_map
 from narrowcast.workloads.decompose.report.matrices import Picture
 from narrowcast.workloads.decompose.report.schema import (
     FILE,
@@ -21,6 +22,7 @@ from narrowcast.workloads.decompose.report.schema import (
 MOST_MAPS, MOST_DENSITIES = 12, 24
 """Sites whose importances, or densities, are drawn."""
 MOST_VERDICTS = 32
+MOST_SEEDS_SHOWN = 32
 HIGH, LOW = 0.9, 0.1
 """An importance is said to be there, or not, beyond these."""
 
@@ -63,10 +65,10 @@ def _result_text(matched: Decomposition) -> str:
     if said:
         parts.append(f'<ul class="notices">{"".join(said)}</ul>')
     parts.append(_cut(len(matched.verdicts), MOST_VERDICTS, "seeds"))
-    parts.append(tables.sites_table(matched))
+    parts.append(sites_table(matched))
     if len(matched.seeds) > 1:
         each = "".join(
-            f"<h3>{escape(site.name)}</h3>{tables.seeds_table(matched, site)}"
+            f"<h3>{escape(site.name)}</h3>{seeds_table(matched, site)}"
             for site in matched.sites[:MOST_MAPS]
         )
         parts.append(f"<details><summary>Per seed</summary>{each}</details>")
@@ -179,7 +181,7 @@ def _densities(result: Decomposition) -> str:
 def _language(result: Decomposition) -> str:
     parts = []
     if result.language:
-        parts.append(tables.language_table(result))
+        parts.append(language_table(result))
         parts.append(
             _noted(
                 "KL divergence is from the target's predictions. CE unrecovered is the CE "
@@ -188,9 +190,7 @@ def _language(result: Decomposition) -> str:
         )
     if result.pgd:
         rows = [[f"{steps:,}", f"{value:.4g}"] for steps, value in result.pgd]
-        parts.append(
-            "<h3>Adversarial masks (PGD)</h3>" + tables.table(["steps", "divergence"], rows)
-        )
+        parts.append("<h3>Adversarial masks (PGD)</h3>" + table(["steps", "divergence"], rows))
         parts.append(
             _noted("Projected gradient ascent chooses the masks of unimportant components.")
         )
@@ -208,6 +208,101 @@ def _cut(there: int, shown: int, what: str) -> str:
 
 def _noted(said: str) -> str:
     return f'<p class="note">{escape(said)}</p>'
+
+
+def sites_table(result: Decomposition) -> str:
+    """Return a table with one row per site; several seeds are shown as a range."""
+    columns: list[tuple[str, list[Sequence[float | None]], str]] = [
+        ("alive", [site.alive for site in result.sites], "d"),
+        ("expected", [_known(site.expected) for site in result.sites], "d"),
+        ("L0", [site.l0 for site in result.sites], ".3g"),
+        ("identity error", [site.identity_error for site in result.sites], "d"),
+        ("min cosine", [site.cosine for site in result.sites], ".4f"),
+        ("norm ratio", [site.norm_ratio for site in result.sites], ".3f"),
+    ]
+    lines = [column for column in columns if any(column[1])]
+    rows = []
+    for at, site in enumerate(result.sites):
+        cells = [
+            f"{site.inputs:,} → {site.outputs:,}",
+            f"{site.components:,}",
+            *(span(values[at], form) for _, values, form in lines),
+        ]
+        rows.append([site.name, *cells])
+    return table(["site", "matrix", "components", *(name for name, _, _ in lines)], rows)
+
+
+def _known(value: int | None) -> tuple[int, ...]:
+    return () if value is None else (value,)
+
+
+def seeds_table(matched: Decomposition, site: Site) -> str:
+    """Return a table of one site with one row per seed."""
+    columns: list[tuple[str, Sequence[float | None], str]] = [
+        ("alive", site.alive, "d"),
+        ("L0", site.l0, ".3g"),
+        ("identity error", site.identity_error, "d"),
+        ("min cosine", site.cosine, ".4f"),
+        ("norm ratio", site.norm_ratio, ".3f"),
+    ]
+    message = [column for column in columns if column[1]]
+    rows = [
+        [str(seed), *(number(values[at], form) for _, values, form in message)]
+        for at, seed in enumerate(matched.seeds[:MOST_SEEDS_SHOWN])
+    ]
+    return table(["seed", *(name for name, _, _ in message)], rows)
+
+
+def language_table(result: Decomposition) -> str:
+    """Return the published table of decomposed language models: loss and KL by mask."""
+    rows = [
+        [
+            row.mask,
+            number(row.cross_entropy, ".3f"),
+            number(row.kl, ".4f"),
+            number(row.ce_difference, "+.3f"),
+            number(row.ce_unrecovered, ".1%"),
+        ]
+        for row in result.language
+    ]
+    return table(["mask", "cross-entropy", "KL", "CE difference", "CE unrecovered"], rows)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Write a table whose first column names its rows."""
+    first, *others = heads
+    head = f'<th scope="col">{escape(first)}</th>' + "".join(
+        f'<th scope="col" class="number" style="padding-left:1rem">{escape(name)}</th>'
+        for name in others
+    )
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
+        + "</tr>"
+        for name, *cells in rows
+    )
+    return (
+        f'<div class="scroll"><table class="narrow"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def span(values: Sequence[float | None], form: str) -> str:
+    """Return the minimum and maximum of what was measured, or one number if they are equal."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return ""
+    if any(math.isnan(value) for value in there):
+        return "nan"
+    low, high = number(min(there), form), number(max(there), form)
+    return low if low == high else f"{low} to {high}"
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a number; None is empty."""
+    if value is None:
+        return ""
+    return f"{value:,{form}}" if form == "d" else f"{value:{form}}"
 
 
 DRAWN: Mapping[str, Callable[[Decomposition], str]] = {

@@ -38,7 +38,6 @@ class InductionRows:
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
         return self.ordinary + 2
 
     def draw(
@@ -49,7 +48,6 @@ class InductionRows:
         device: torch.device | str,
         generator: Generator | None = None,
     ) -> Tensor:
-        """Return tokens (seeds, batch, length) from the generator, or from the device's own."""
         shape, begin, marker = (seeds, batch, self.length), self.ordinary, self.ordinary + 1
         rows = torch.randint(self.ordinary, shape, device=device, generator=generator)
         # After it comes the answer, and the last place is S again.
@@ -115,11 +113,9 @@ class InductionTransformer(nn.Module):
         return logits
 
     def learnt(self) -> list[nn.Parameter]:
-        """Return what is trained: everything."""
         return list(self.parameters())
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Return the cross-entropy of each seed's answers."""
         wrong = F.cross_entropy(
             self(tokens).flatten(0, 1), self.rows.answers(tokens).flatten(), reduction="none"
         )
@@ -129,18 +125,17 @@ class InductionTransformer(nn.Module):
         """Nothing follows from what was trained."""
 
     def accuracy(self, tokens: Tensor) -> Tensor:
-        """Return how often each seed's likeliest token is the answer."""
         right = torch.eq(self(tokens).argmax(dim=2), self.rows.answers(tokens))
         return right.double().mean(dim=1)
 
 
 def induction_plan() -> ToyPlan:
-    """Return how such a transformer is made and trained."""
+    """Return the plan of the published transformer."""
     return plan_for(InductionRows(ordinary=64, length=32), width=16, steps=600)
 
 
 def plan_for(rows: InductionRows, *, width: int, steps: int) -> ToyPlan:
-    """Return the same for rows and widths of one's own."""
+    """Return the plan of a transformer for other rows and widths."""
     name = "induction"
 
     def build(seeds: int, generator: Generator) -> nn.Module:

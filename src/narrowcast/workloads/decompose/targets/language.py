@@ -53,11 +53,9 @@ class TokenWindows:
     length: int
 
     def __len__(self) -> int:
-        """Count the whole windows."""
         return len(self.tokens) // self.length
 
     def __getitems__(self, indices: list[int]) -> Tensor:
-        """Return the windows of these numbers."""
         starts = np.asarray(indices, dtype=np.int64)[:, None] * self.length
         return torch.from_numpy(self.tokens[starts + np.arange(self.length)].astype(np.int64))
 
@@ -70,11 +68,9 @@ class InputWindows:
     pairs: Any
 
     def __len__(self) -> int:
-        """Count the windows."""
         return len(self.pairs)
 
     def __getitems__(self, indices: list[int]) -> Tensor:
-        """Return the windows of these numbers."""
         tokens, _ = self.pairs.__getitems__(indices)
         assert isinstance(tokens, Tensor)
         return tokens
@@ -89,11 +85,9 @@ class ChosenWindows:
     chosen: range | list[int]
 
     def __len__(self) -> int:
-        """Count them."""
         return len(self.chosen)
 
     def __getitems__(self, indices: list[int]) -> Tensor:
-        """Return the windows of these numbers."""
         return self.windows.__getitems__([self.chosen[index] for index in indices])
 
 
@@ -138,15 +132,13 @@ class Language:
         return split(self.windows)[1]
 
     def train_data(self, batch_size: int) -> ChosenWindows:
-        """Return the windows to train on."""
         return self.train
 
     def shown(self, inputs: Tensor) -> Tensor:
-        """Return the tokens as they are."""
         return inputs
 
     def judged_on(self, number: int, count: int) -> Tensor:
-        """Return a batch of held-out windows; few windows repeat."""
+        """Return a batch of held-out windows; if there are few, they repeat."""
         windows = self.held_out
         numbers = [(number * count + each) % len(windows) for each in range(count)]
         return windows.__getitems__(numbers).to(self.device)
@@ -155,10 +147,7 @@ class Language:
 def read_windows(
     sources: Sequence[str], encode: Callable[[str], list[int]], *, length: int, vocabulary: int
 ) -> tuple[TokenWindows, str]:
-    """Cut the text of files, by path or glob, into windows; return them and what identifies them.
-
-    Fewer than two windows, one to decompose on and one to judge on, are an error.
-    """
+    """Cut the text of files into windows; return them and their fingerprint."""
     tokens = np.asarray(encode(_text(sources)), dtype=np.int32)
     windows = TokenWindows(tokens, length)
     if len(windows) < 2:

@@ -24,7 +24,7 @@ BEGIN = 1
 
 
 def files_in(folder: Path) -> tuple[Path, Path] | None:
-    """Return the model and its tokenizer, where a folder holds just these two."""
+    """Return the model and its tokenizer, if a folder has exactly these two."""
     tokenizers = sorted(folder.glob("tok*.bin"))
     models = [path for path in sorted(folder.glob("*.bin")) if path not in tokenizers]
     if len(tokenizers) == len(models) == 1 and not models[0].name.startswith("pytorch_model"):
@@ -90,7 +90,7 @@ class SentencePieces:
         self._merged_terms: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, which begins with one that says so."""
+        """Return the tokens of a text, after a begin token."""
         tokens = [BEGIN]
         # No piece spans two words, so each word is merged by itself, and once.
         for word in re.findall(" [^ ]*", f" {text}"):
@@ -155,7 +155,7 @@ def _state(
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Put the pairs that llama2.c turns, which lie side by side, half a head apart."""
+    """Reorder rotary pairs, adjacent in llama2.c, to be half a head apart."""
     rows, columns = weight.shape
     return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 

@@ -43,10 +43,7 @@ _Loaded = TypeVar("_Loaded")
 def language_target(
     name: str, *, text: Sequence[str], length: int, device: torch.device | str
 ) -> Language:
-    """Load and check a language model and its text; waits for the device.
-
-    An lm run without `text` uses its own. On the meta device no text is read.
-    """
+    """Load and check a language model and its text; an lm run without `text` uses its own."""
     device, path = torch.device(device), expand_path(name)
     find = find_run if (path / RESOLVED).is_file() else find_model
     language = find(name, path, text=text, length=length, device=device)

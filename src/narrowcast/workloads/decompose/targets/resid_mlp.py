@@ -71,18 +71,15 @@ class ResidMLP(nn.Module):
                 parameter.normal_(0, math.sqrt(2 / (width + neurons)), generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (seeds, batch, features), as x has them."""
         residual = torch.bmm(x, self.embedding)
         for layer in self.layers:
             residual = residual + layer(residual)
         return torch.bmm(residual, self.embedding.mT)
 
     def learnt(self) -> list[nn.Parameter]:
-        """Return what is trained: all but the embedding."""
         return list(self.parameters())
 
     def loss(self, x: Tensor) -> Tensor:
-        """Return the mean squared error of each seed."""
         return (self.folded(x) - self.wanted(x)).square().mean((1, 2))
 
     def folded(self, x: Tensor) -> Tensor:
@@ -112,12 +109,11 @@ class ResidMLP(nn.Module):
         """Nothing follows from what was trained."""
 
     def wanted(self, x: Tensor) -> Tensor:
-        """Return what a network that learnt everything says of x."""
         return x + x.relu()
 
 
 def resid_mlp_plan(layers: int) -> ToyPlan:
-    """Return how a network of 1 to 3 layers is made and trained, as others have done it."""
+    """Return the plan of a network of 1 to 3 layers, as published."""
     features, neurons, components, steps = SHAPES[layers]
     data = SparseFeatures(features=features, probability=0.01, low=-1.0, high=1.0)
     name = f"resid_mlp{layers}"

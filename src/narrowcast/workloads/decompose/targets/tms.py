@@ -51,14 +51,12 @@ class TMS(nn.Module):
         self.settle()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is left of x (seeds, batch, features)."""
         x = self.linear1(x)
         for layer in self.hidden_layers:
             x = layer(x)
         return torch.relu(self.linear2(x))
 
     def learnt(self) -> list[nn.Parameter]:
-        """Return what is trained: the one matrix, and the bias."""
         assert self.linear2.bias is not None
         return [self.linear1.weight, self.linear2.bias]
 
@@ -70,12 +68,11 @@ class TMS(nn.Module):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Give `linear2` the matrix that was learnt."""
         self.linear2.weight.copy_(self.linear1.weight.mT)
 
 
 def tms_plan(features: int, hidden: int, *, identity: bool = False) -> ToyPlan:
-    """Return how a toy model of superposition is made and trained."""
+    """Return the plan of a toy model of superposition."""
     data = SparseFeatures(features=features, probability=0.05)
     components = 4 * features
     sites = {"linear1": components, "linear2": components}

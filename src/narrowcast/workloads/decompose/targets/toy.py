@@ -71,7 +71,6 @@ class SparseFeatures:
         device: torch.device | str,
         generator: Generator | None = None,
     ) -> Tensor:
-        """Return (seeds, batch, features) from the generator, or from the device's own."""
         shape = (seeds, batch, self.features)
         # One draw decides both: whether it is below the probability, and where below.
         share = torch.rand(shape, device=device, generator=generator).div_(self.probability)
@@ -164,10 +163,7 @@ def pretrain(network: Trainable, draw: Callable[[int], Tensor], how: Pretraining
 def check_features(
     name: str, *, inputs: Tensor, wanted: Tensor, tolerance: float = TOLERANCE
 ) -> None:
-    """Raise unless the outputs for each feature alone are as wanted; waits for the device.
-
-    `inputs` and `wanted` are (seeds, features, features).
-    """
+    """Raise unless the outputs (seeds, features, features) of single features are as wanted."""
     wrong = (~((inputs - wanted).abs() <= tolerance)).any(dim=2).sum(dim=1)
     if not wrong.any():
         return
@@ -241,20 +237,14 @@ class Toy(ToyPlan):
         return range(batch_size)
 
     def shown(self, inputs: Tensor) -> Tensor:
-        """Draw as many samples as `inputs` has."""
         return self.draw(inputs.shape[0])
 
     def judged_on(self, number: int, count: int) -> Tensor:
-        """Draw samples for an evaluation."""
         return self.draw(count)
 
 
 def make_toy(plan: ToyPlan, *, seeds: int, seed: int, device: torch.device | str) -> Toy:
-    """Return the networks of a plan, trained from `seed` and checked; waits for the device.
-
-    They have a generator of their own: those of the process stay as they were. On the meta device
-    nothing is trained or checked.
-    """
+    """Train and check the networks of a plan, with their own generator; not on the meta device."""
     device = torch.device(device)
     real = torch.device("cpu") if device.type == "meta" else device
     # Not the seed itself: the components of a decomposition begin from that, and would begin with

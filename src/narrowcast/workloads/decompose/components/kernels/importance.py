@@ -31,22 +31,14 @@ _SUMMED_COLUMNS = 64  # columns of a tile: 32 elements for each of 128 threads
 
 
 def mlp_forward(h: Tensor, weights: Tensor, last: Tensor) -> Tensor:
-    """Return the like of `h`, (seeds, rows, components).
-
-    `weights` are w1, b1 and w2 as one, (3, seeds, units, components): neighbours in memory are for
-    neighbouring threads. `last` is b2.
-    """
+    """Return the outputs of `h`; `weights` are w1, b1, w2 as (3, seeds, units, components)."""
     out = torch.empty_like(h)
     _through_units(h, h, weights, last, out, back=False)
     return out
 
 
 def mlp_backward(grad: Tensor, h: Tensor, weights: Tensor, *, to_h: bool) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the input, empty unless `to_h`, and of w1, b1, w2 and b2.
-
-    The latter stand one after another, each as parameters do, (seeds, components, units): as they
-    are, they can be those of parameters, and none is copied.
-    """
+    """Return the gradients of h, empty unless `to_h`, and of w1, b1, w2, b2 one after another."""
     seeds, rows, count = h.shape
     units = weights.shape[2]
     pieces = triton.cdiv(units, _UNITS)
@@ -202,7 +194,7 @@ def squash(logits: Tensor, leak: float) -> tuple[Tensor, Tensor]:
 def squash_back(
     logits: Tensor, grad_low: Tensor | None, grad_up: Tensor | None, leak: float
 ) -> Tensor:
-    """Return the gradient of the logits; of a result without one there is nothing to read."""
+    """Return the gradient of the logits; a missing gradient is not read."""
     grad = torch.empty_like(logits)
     size = logits.numel()
     launch_kernel(
@@ -253,11 +245,7 @@ def _squash_back(
 
 
 def power_means(uppers: Sequence[Tensor], power: float | Tensor, epsilon: float) -> Tensor:
-    """Return the means of (max(u, 0) + epsilon)^power, of all sites one after another.
-
-    Each of `uppers` is (seeds, rows, components), contiguous; the result is (seeds, all of them),
-    in fp32. A power that is a tensor is read on the device.
-    """
+    """Return the means of (max(u, 0) + epsilon)^power, (seeds, components of all sites)."""
     seeds, rows, _ = uppers[0].shape
     blocks = triton.cdiv(rows, _SUMMED_ROWS)
     width = sum(each.shape[-1] for each in uppers)
@@ -276,7 +264,7 @@ def power_means(uppers: Sequence[Tensor], power: float | Tensor, epsilon: float)
 def power_means_back(
     grad: Tensor, uppers: Sequence[Tensor], power: float | Tensor, epsilon: float
 ) -> list[Tensor]:
-    """Return the gradients of all sites, given that of the means, of whatever strides."""
+    """Return the gradients of all sites from that of the means, of any strides."""
     result, first = [], 0
     for upper in uppers:
         out = torch.empty_like(upper)
@@ -300,7 +288,7 @@ def _grid(upper: Tensor) -> tuple[int, int, int]:
 
 
 def _power(upper: Tensor, power: float | Tensor) -> tuple[Tensor, float]:
-    """Return where a power is and what it is; of the two one is read."""
+    """Return a pointer to the power and its value; one of them is read."""
     return (power, 0.0) if isinstance(power, Tensor) else (upper, power)
 
 
@@ -356,7 +344,7 @@ def _sum_back(
 
 @triton.jit
 def _places(rows, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns of a program, which of its numbers there are, and where they lie."""
+    """Return the columns of a program, a mask of its elements, and their offsets."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     here = (row < rows)[:, None] & (column < count)[None, :]

@@ -152,7 +152,7 @@ def _mask_arguments(
     routed: Tensor | None,
     seed: Tensor | None,
 ) -> tuple[object, ...]:
-    """Return tensors and how far apart their numbers are; what is not there is never read."""
+    """Return tensors and their strides; missing tensors are never read."""
     seeds, rows, _ = h.shape
     whole = importance if source is None else source.expand(importance.shape)
     lines = h[..., 0] if delta is None else delta.expand(seeds, rows)
@@ -289,7 +289,7 @@ def _operand_back(
 
 @triton.jit
 def _uniform(bits, BINOMIAL: tl.constexpr):
-    """A number of [0, 1), or 0 or 1, from 32 random bits."""
+    """Return a number in [0, 1), or 0 or 1, from 32 random bits."""
     if BINOMIAL:
         return (bits >> 31).to(tl.float32)
     else:
@@ -301,7 +301,7 @@ def _delta_share(
     delta, routed, seed, row, rows, per_seed, value, stream, d_seed, d_row,
     DELTA: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
-    """By how much what components leave takes part in each row, and which rows they compute."""
+    """Return the mask of the residual per row, and which rows are routed."""
     here = row < rows
     left = tl.zeros_like(row).to(tl.float32)
     if DELTA == 1:
@@ -322,7 +322,7 @@ def _delta_share(
 
 @triton.jit
 def _places(row, column, per_seed, of_seed, of_row, of_column):
-    """Where the numbers of rows and columns are, for a tensor of any strides."""
+    """Return offsets of rows and columns for a tensor of any strides."""
     line = (row // per_seed).to(tl.int64) * of_seed + (row % per_seed).to(tl.int64) * of_row
     return line[:, None] + column[None, :].to(tl.int64) * of_column
 
@@ -330,7 +330,7 @@ def _places(row, column, per_seed, of_seed, of_row, of_column):
 @triton.jit
 def _share(source, bits, row, column, inside, per_seed, value, s_seed, s_row, s_column,
            SOURCE: tl.constexpr):  # fmt: skip
-    """By how much what is not important takes part."""
+    """Return the source of each component."""
     if SOURCE == 2:
         at = _places(row, column, per_seed, s_seed, s_row, s_column)
         return tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
@@ -342,7 +342,7 @@ def _share(source, bits, row, column, inside, per_seed, value, s_seed, s_row, s_
 
 @triton.jit
 def _random_bits(seed, row, column, stream, SOURCE: tl.constexpr):
-    """Four times 32 bits for each row and column, where draws are wanted."""
+    """Return four times 32 random bits per row and column, if there are draws."""
     counter = row[:, None] * 0 + column[None, :]
     if SOURCE >= 3:
         line = row[:, None] + column[None, :] * 0
@@ -352,10 +352,7 @@ def _random_bits(seed, row, column, stream, SOURCE: tl.constexpr):
 
 
 def write_weights(out: Tensor, V: Tensor, U: Tensor, weight_t: Tensor | None, padded: int) -> None:
-    """Fill each seed's line of `out` with V, (d_in, padded), and then [U ; W^T].
-
-    U has `padded` lines too, and W^T as many as are left; what is beyond either is zero.
-    """
+    """Fill each seed's line of `out` with V, (d_in, padded), then [U ; W^T], padded by zeros."""
     seeds, d_in, count = V.shape
     other = U if weight_t is None else weight_t.expand(seeds, -1, -1)
     size = out.shape[1]
