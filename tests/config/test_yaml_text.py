@@ -115,7 +115,7 @@ def test_aliases_stand_for_their_anchor_and_the_later_of_two_counts():
         ("a: [1, 2\n", 2, "not YAML: "),
         ("a: \x01\n", 1, "not YAML: "),
         ("a: &x [*x]\n", 1, "nested too deeply"),
-        ("a: " + "[" * 2_000, 1, "nested too deeply"),
+        ("a: " + "[" * 20_000, 1, "nested too deeply"),
     ],
 )
 def test_what_is_not_yaml_is_refused_with_its_line_and_advice(text, line, message):
@@ -128,3 +128,10 @@ def test_a_key_that_is_a_list_is_a_problem():
     assert parse("? [a]\n: 1\n").problems == [
         (1, "a key must be one word, not a list or a mapping")
     ]
+
+
+def test_only_brackets_that_open_a_list_are_counted_as_nesting():
+    lines = ["# lr in [0, 1)"] * 101 + ["a: '" + "[" * 200 + "'", "b: [[1], {c: [2]}]"]
+    assert parse("\n".join(lines)).value == {"a": "[" * 200, "b": [[1], {"c": [2]}]}
+    with pytest.raises(YamlError, match="nested too deeply"):
+        parse("[" * 101 + "]" * 101)

@@ -46,10 +46,7 @@ VERBS = (
 
 
 class _Commands(click.Group):
-    """The verbs as they were added, not by the alphabet, and the commands that workloads bring.
-
-    Those are listed by what their `Workload` says, and imported when they are asked for.
-    """
+    """The verbs in the order they were added, and the commands of workloads, imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands, *_registry().commands()]
@@ -121,10 +118,7 @@ def main() -> NoReturn:
 
 
 def run_command(overrides: Sequence[str]) -> int:
-    """Run the command in `overrides`, print errors on stderr, and return the exit code.
-
-    An exception that is none of ours is a bug, and keeps its traceback.
-    """
+    """Run the command in `overrides`, print errors on stderr, and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ×: better ? than a traceback

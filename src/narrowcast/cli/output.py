@@ -32,7 +32,7 @@ class _Output(io.FileIO):
 
 
 def open_output() -> None:
-    """Give this process an output that is there, and that says when it is lost.
+    """Open streams that exist and that raise OutputLostError when they are lost.
 
     A stream that is closed (`>&-`) would be None, and its number would go to the next file that is
     opened: whatever prints by number would then print into the run's records.
@@ -43,10 +43,7 @@ def open_output() -> None:
 
 
 def outlive_output(outlived: bool = True) -> None:
-    """From now on drop what cannot be written, without a word: there is nobody to say it to.
-
-    False: go back to what a command that only answers does.
-    """
+    """Drop output that cannot be written from now on; False: raise for it again."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             raw = getattr(stream.buffer, "raw", stream.buffer)

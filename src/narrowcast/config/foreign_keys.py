@@ -74,11 +74,7 @@ ADVICE: Mapping[str, str] = MappingProxyType(
 
 
 def pointer(key: str, tree: Tree, *, value: str | None) -> str:
-    """Return what to write for a key of another trainer; empty where it is none.
-
-    `value` is that of a word on the command line, None in a file. What the workload does not have
-    is not pointed to.
-    """
+    """Return what to write for a key of another trainer, if this workload has it; empty if not."""
     if key in ADVICE:
         advice = ADVICE[key]
         setting = advice.removeprefix("Write ").partition("=")[0]

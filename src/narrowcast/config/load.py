@@ -46,10 +46,7 @@ class LoadedRecipe:
         return replace(self, recipe=self.recipe.for_samples(samples))
 
     def with_defaults(self, values: Mapping[str, Any], *, origin: str) -> LoadedRecipe:
-        """Return it with other values for the settings, by dotted key, that nobody has set.
-
-        A key that its recipe does not have is left out. Raises for values that it cannot have.
-        """
+        """Return it with other values, by dotted key, for settings that are at their default."""
         unset = {key: values[key] for key in values if self.origins.get(key) == DEFAULT}
         try:
             recipe = _changed(self.recipe, unset)
@@ -184,7 +181,7 @@ def _loaded(inputs: Overrides, sections: Sections, *, shown_as: str, text: str) 
 
 
 def _leave_steps_open(inputs: Overrides) -> None:
-    """Let the steps of a recipe with epochs be those that its data has, whatever number that is."""
+    """Mark the steps of a recipe with epochs as unknown until its data is read."""
     epochs = inputs.settings.get(("epochs",))
     if epochs is not None and epochs.value is not None and ("steps",) not in inputs.settings:
         inputs.settings["steps",] = Setting(UNSETTLED, EPOCHS, "epochs")

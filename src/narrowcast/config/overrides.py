@@ -62,7 +62,7 @@ class Overrides:
 
     @contextmanager
     def _one_length(self) -> Iterator[None]:
-        """Let the last source that sets the length of the run win; it may do so in one way."""
+        """Check that a source sets steps or epochs but not both; the last source wins."""
         before = dict(self.settings)
         yield
         now = {path: self.settings[path] for path in LENGTHS if path in self.settings}
@@ -216,11 +216,7 @@ class _Raw:
         return cls(text, document.value, tuple(problem for _, problem in document.problems))
 
     def fitting(self, annotation: object) -> object:
-        """Return the text itself for a setting that takes text, and the YAML value for others.
-
-        As it stands, because YAML would drop what follows ` #` and read `a: b` as a mapping;
-        quotes still quote.
-        """
+        """Return the text as it is if the setting takes text, else its YAML value."""
         plain = isinstance(self.parsed, str) and self.text.lstrip()[:1] not in ("'", '"')
         if plain or takes_text(self.parsed, annotation):
             return self.text.strip()

@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import final
 
+from narrowcast.config.problems import shortened
 from narrowcast.config.workload import Workload
 from narrowcast.config.yaml_text import parse
 from narrowcast.errors import ConfigError
@@ -47,9 +48,7 @@ class Registry:
 
     def workload(self, name: str) -> Workload:
         """Return a workload; raise where it or its name is wrong."""
-        result = self._loaded.get(name)
-        if result is None:
-            result = self._loaded[name] = self._load(name)
+        result = self._tried(name)
         if isinstance(result, str):
             raise ConfigError(result)
         return result
@@ -61,10 +60,7 @@ class Registry:
         ]
 
     def commands(self) -> dict[str, Workload]:
-        """Return who brings each command; one of the package itself comes before an installed one.
-
-        Of two installed workloads that bring the same, neither does.
-        """
+        """Return the workload of each command; one of two installed workloads is left out."""
         results = {name: owners[0] for name, owners in self._owners().items()}
         return {name: owner for name, owner in results.items() if not self.clash(name)}
 
@@ -98,10 +94,7 @@ class Registry:
         return clashes
 
     def recipe_files(self) -> dict[str, Path]:
-        """Return the file of every recipe by name, those without a folder first.
-
-        One of an installed workload is called after that: `NAME`, or `NAME/…`.
-        """
+        """Return the file of every recipe; those of an installed workload begin with its name."""
         files: dict[str, Path] = {}
         for workload in self.workloads():
             for name, path in recipes_in(workload.recipes).items():
@@ -125,10 +118,9 @@ class Registry:
         return results
 
     def _tried(self, name: str) -> Workload | str:
-        try:
-            return self.workload(name)
-        except ConfigError as error:
-            return str(error)
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
 
     def _load(self, name: str) -> Workload | str:
         """Return the workload, or what is wrong with it."""
@@ -136,7 +128,7 @@ class Registry:
             return _imported(self._built_in[name])
         entries = self._entries.get(name, [])
         if not entries:
-            return f"there is no workload {name!r}. {self._hint(name)}"
+            return f"there is no workload {shortened(name)!r}. {self._hint(name)}"
         if len(entries) > 1:
             origins = " and ".join(map(_origin, entries))
             return f"two packages have a workload {name!r}, {origins}. Uninstall one of them"

@@ -18,10 +18,7 @@ NONE = {"type": "string", "pattern": "^([nN][oO][nN][eE]|[nN][uU][lL][lL])$"}
 
 
 def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
-    """Return the schema of recipes for the workloads in `sections`, by name.
-
-    The workload that a recipe names decides which sections there are besides, and what they hold.
-    """
+    """Return the schema of recipes; the workload decides which sections there are."""
     models: set[type[BaseModel]] = {CommonSettings}
     for added in sections.values():
         models |= set(added.by_name.values())
@@ -77,12 +74,12 @@ def _section(references: Mapping[Any, Any], model: type[BaseModel]) -> dict[str,
 
 
 def _must_be_set(model: type[BaseModel]) -> bool:
-    """Say whether a section has a setting without a default."""
+    """Return whether a section has a setting without a default."""
     return any(field.is_required() for field in model.model_fields.values())
 
 
 def _as_written(node: dict[str, Any]) -> dict[str, Any]:
-    """Let a property be all that a file may say: an empty section, and none in any letters."""
+    """Allow what a file may hold too: an empty section, and none in any letters."""
     if "$ref" in node:
         return _or_empty(node)
     options = node.get("anyOf", [])
@@ -90,6 +87,6 @@ def _as_written(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _or_empty(node: dict[str, Any]) -> dict[str, Any]:
-    """Let a section be left empty."""
+    """Allow an empty section."""
     about = {name: part for name, part in node.items() if name != "$ref"}
     return {**about, "anyOf": [{"$ref": node["$ref"]}, {"type": "null"}]}

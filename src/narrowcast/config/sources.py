@@ -44,7 +44,9 @@ def read_source(source: str | Path, shipped: Mapping[str, Path]) -> RecipeSource
                 return RecipeSource("piped", "pipe", shown, _text(path, piped))
             return RecipeSource(path.stem, path.name, shown, _read(path))
     except OSError as error:
-        raise ConfigError(_unreadable(path, error)) from error
+        raise ConfigError(
+            f"cannot read the recipe {shown_path(path)}: {error.strerror}. Name a YAML file"
+        ) from error
     raise ConfigError(_missing_source(str(source), path, list(shipped)))
 
 
@@ -64,10 +66,6 @@ def _text(path: Path, content: bytes | bytearray) -> str:
     if "\0" in text:
         raise ConfigError(f"a recipe must be UTF-8 text, which {path} is not. Name a YAML file")
     return text
-
-
-def _unreadable(path: Path, error: OSError) -> str:
-    return f"cannot read the recipe {shown_path(path)}: {error.strerror}. Name a YAML file"
 
 
 def _missing_source(source: str, path: Path, names: list[str]) -> str:

@@ -170,10 +170,7 @@ class StrategySection(Section):
 
     @property
     def lookahead_after(self) -> int:
-        """Steps before the point ahead begins: none, unless a recipe has a warm-up of its own.
-
-        It needs no history, and plain steps before it cost more than they gave.
-        """
+        """Steps before lookahead begins; plain steps before it cost more than they gave."""
         return self.phases.warmup_steps or 0
 
     def warmup_steps(self, steps: int) -> int:

@@ -44,11 +44,7 @@ def leaves(tree: Tree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]
 
 
 def fitted(value: object, annotation: object) -> object:
-    """Return `value` in the type that `annotation` takes, where that loses nothing.
-
-    The words none and null stand for None where None is allowed, and a float that is whole stands
-    for an int where no float is.
-    """
+    """Return `value` in the type the setting takes: none for None, and 1e3 for a whole number."""
     options = plain_types(annotation)
     match value:
         case str() if value.lower() in ("none", "null") and type(None) in options:

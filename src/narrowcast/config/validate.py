@@ -130,7 +130,7 @@ def _position(error: ErrorDetails, start: int, value: object) -> tuple[int | str
 
 
 def _where(paths: Sequence[KeyPath], overrides: Overrides, shown_as: str) -> str:
-    """Begin a message about `paths`, with the first of them that was given."""
+    """Return the beginning of a message about `paths`: the first of them that was set."""
     settings = [overrides.settings[path] for path in paths if path in overrides.settings]
     return settings[0].where if settings else f"{shown_as}: {'.'.join(paths[0])}"
 

@@ -48,11 +48,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def meant(path: KeyPath, at: int, tree: Tree) -> KeyPath | None:
-    """Guess the setting meant by `path`, whose name number `at` is not one of its siblings'.
-
-    `tree` is the whole recipe. The order of guesses: a setting of exactly this name in another
-    section, a name like it beside it, a name like it in another section.
-    """
+    """Return the setting that was meant by `path`, whose name number `at` does not exist."""
     everywhere = [leaf for leaf, _ in leaves(tree)]
     rest = path[at:]
     elsewhere = [leaf for leaf in everywhere if leaf[-len(rest) :] == rest]

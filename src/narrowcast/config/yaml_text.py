@@ -16,6 +16,9 @@ from typing import Any, final
 
 from narrowcast.errors import ConfigError
 
+DEEPEST = 100
+"""Brackets that may be open at once: what ruamel takes for them grows with their square."""
+
 KeyPath = tuple[str, ...]
 
 
@@ -45,9 +48,17 @@ def parse(text: str) -> Document:
     # Imported here: 40 ms that help and doctor do not need.
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
+    from ruamel.yaml.scanner import Scanner
+
+    class Shallow(Scanner):
+        def fetch_flow_collection_start(self, *args: Any, **named: Any) -> None:
+            if len(self.flow_context) >= DEEPEST:
+                raise RecursionError
+            super().fetch_flow_collection_start(*args, **named)
 
     reader = _Reader()
     yaml = YAML(typ="safe", pure=True)
+    yaml.Scanner = Shallow
     try:
         with warnings.catch_warnings():
             # Naming an anchor twice is legal; the later one counts.

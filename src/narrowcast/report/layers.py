@@ -41,7 +41,7 @@ class InForce:
 
 
 def named(module: str) -> str:
-    """Name the module of a change for a reader."""
+    """Return the module of a change as a page shows it."""
     return "all" if module in WHOLE else module
 
 
@@ -94,6 +94,7 @@ def _changed_modules(
 
 
 _NONE = "–"
+_FIELDS = ("kind", "forward", "grad_input", "grad_weight", "params", "output", "how")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +158,7 @@ def format_shares(modules: Sequence[Mapping[str, Any]]) -> list[FormatShare]:
 
 
 def width(name: str) -> str:
-    """Name the family of a format by its bits."""
+    """Return the family of a format by its bits."""
     families = {
         "full": ("fp32", "tf32"),
         "half": ("bf16", "fp16"),
@@ -195,13 +196,7 @@ def _layer(alike: Sequence[Mapping[str, Any]], changes: Sequence[Change | None])
     return Layer(
         label=folded(names),
         names=names,
-        kind=_text(first, "kind"),
-        forward=_text(first, "forward"),
-        grad_input=_text(first, "grad_input"),
-        grad_weight=_text(first, "grad_weight"),
-        params=_text(first, "params"),
-        output=_text(first, "output"),
-        how=_text(first, "how"),
+        **{field: _text(first, field) for field in _FIELDS},
         reason="; ".join(filter(None, [bare_reason(first), _loss(alike)])),
         parameters=sum(_whole(module, "parameters") for module in alike),
         ended=next((change.format for change in changes if change is not None), ""),
@@ -210,14 +205,14 @@ def _layer(alike: Sequence[Mapping[str, Any]], changes: Sequence[Change | None])
 
 
 def _loss(alike: Sequence[Mapping[str, Any]]) -> str:
-    """Say what weights that are kept in fewer bits have lost, where that is known."""
+    """Return the error of quantized weights, where that is known."""
     stored = [module.get("quantized") for module in alike]
     matches = [each.get("snr_db") for each in stored if isinstance(each, Mapping)]
     return decibel_range([value for value in matches if isinstance(value, float)])
 
 
 def _treatment(module: Mapping[str, Any]) -> tuple[str, ...]:
-    fields = ("kind", "forward", "grad_input", "grad_weight", "params", "output", "how", "reason")
+    fields = (*_FIELDS, "reason")
     return (*(_text(module, field) for field in fields), str(_whole(module, "parameters")))
 
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
 from narrowcast.report import tables
-from narrowcast.report.charts.heat import HeatMap, heat_map
+from narrowcast.report.charts.heat import heat_map
 from narrowcast.report.charts.run_charts import (
-    Chart,
     headline_chart,
     loss_chart,
     parts_chart,
@@ -39,49 +37,20 @@ def write_report(run_path: str | Path, *, sections: ReportSections | None = None
 
 
 def render_page(data: RunData, own: Sequence[ReportSection] = ()) -> str:
-    """Make the page of a run, with the sections of its workload."""
+    """Return the page of a run, with the sections of its workload."""
     loss = loss_chart(data) if data.steps else None
     scale = scale_chart(data) if data.steps else None
     judged, parts = headline_chart(data), parts_chart(data)
     small, spread = small_charts(data), spread_charts(data.exponents)
     heat = heat_map(data.health)
+    chosen, defaults = tables.settings(data)
+    ended = active_formats(data.modules, data.changes, phases=data.phases)
     values = {
-        **_page_data(data),
-        **_tables(data),
-        "loss": loss,
-        "judged": judged,
-        "parts": parts,
-        "scale": scale,
-        "small": small,
-        "spread": spread,
-        "spread_note": spread_note(data.exponents),
-        "heat": heat,
-        "own": [(section.title, Markup(section.html)) for section in own],
-    }
-    charts: list[Chart] = [
-        c for c in (loss, judged, parts, scale, *small, *spread) if c is not None
-    ]
-    return render("page.html", values, charts=charts, heat=_drawn(heat))
-
-
-def _drawn(heat: HeatMap | None) -> dict[str, Any] | None:
-    return None if heat is None else heat.data
-
-
-def _page_data(data: RunData) -> dict[str, Any]:
-    return {
         "run": data,
         "ending": ending(data),
         "headline": headline(data),
         "sentences": sentences(data),
         "facts": facts(data),
-    }
-
-
-def _tables(data: RunData) -> dict[str, Any]:
-    chosen, defaults = tables.settings(data)
-    ended = active_formats(data.modules, data.changes, phases=data.phases)
-    return {
         "reasons": tables.reasons(data),
         "evals": tables.eval_table(data),
         "directions": tables.directions(data),
@@ -97,4 +66,15 @@ def _tables(data: RunData) -> dict[str, Any]:
         "surroundings": tables.surroundings(data),
         "few_rows": tables.FEW_ROWS,
         "most_rows": tables.MOST_ROWS,
+        "loss": loss,
+        "judged": judged,
+        "parts": parts,
+        "scale": scale,
+        "small": small,
+        "spread": spread,
+        "spread_note": spread_note(data.exponents),
+        "heat": heat,
+        "own": [(section.title, Markup(section.html)) for section in own],
     }
+    charts = [c for c in (loss, judged, parts, scale, *small, *spread) if c is not None]
+    return render("page.html", values, charts=charts, heat=heat and heat.data)

@@ -68,10 +68,7 @@ def measured(metric: Metric, x: float) -> str:
 
 
 def said(name: str) -> str:
-    """Write the name of a metric or of a part of the loss as a reader says it.
-
-    What stands behind a slash is the name of something, such as of a module, and stays as it is.
-    """
+    """Write the name of a metric for a reader; what follows a slash names a module and stays."""
     measure, slash, of = name.partition("/")
     return f"{measure.replace('_', ' ')}{slash}{of}"
 
@@ -96,7 +93,7 @@ def power_of_two(x: float) -> str:
 
 
 def capital(text: str) -> str:
-    """Begin a sentence: the first letter is a capital, the others stay as they are."""
+    """Return `text` with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
@@ -139,25 +136,31 @@ def _with_unit(n: float, *, base: float, units: tuple[str, ...]) -> str:
 
 def policies(policy: str, schedule: object) -> str:
     """Return the policy of a run, or those of its phases in their order: `fp32 → fp8-row`."""
-    phases = schedule if isinstance(schedule, list) else []
-    named = [str(phase.get("policy") or policy) for phase in phases if isinstance(phase, dict)]
-    return " → ".join(named) or policy
+    return " → ".join(name for name, _ in _phases(policy, schedule))
+
+
+def in_policy(policy: str) -> str:
+    """Write how a run trained: `in fp16`, or `with the default policy`."""
+    if policy.startswith(("fp", "bf16", "tf32")):
+        return f"in {policy}"
+    return f"with the {policy} policy" if policy.isalpha() else f"with policy {policy}"
 
 
 def course(policy: str, schedule: object) -> str:
     """Return the policies of a run with the end of each phase: `fp32 until 30% → fp8-row`."""
-    phases = schedule if isinstance(schedule, list) else []
-    return " → ".join(
-        str(phase.get("policy") or policy) + _end(phase.get("until"))
-        for phase in phases or [{}]
-        if isinstance(phase, dict)
-    )
+    return " → ".join(name + end for name, end in _phases(policy, schedule))
 
 
-def _end(until: object) -> str:
-    if isinstance(until, dict):
-        until = next((f"{key} {value}" for key, value in until.items() if value is not None), None)
-    return "" if until is None else f" until {until}"
+def _phases(policy: str, schedule: object) -> list[tuple[str, str]]:
+    """Return the policy and the end of each phase of a resolved recipe."""
+    phases = []
+    for phase in schedule if isinstance(schedule, list) else []:
+        until = phase.get("until")
+        if isinstance(until, dict):
+            until = next((f"{key} {x}" for key, x in until.items() if x is not None), None)
+        name = str(phase.get("policy") or policy)
+        phases.append((name, "" if until is None else f" until {until}"))
+    return phases or [(policy, "")]
 
 
 _PLAIN = re.compile(

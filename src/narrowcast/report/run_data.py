@@ -148,10 +148,7 @@ class RunData:
 
     @property
     def gave_up(self) -> int:
-        """How many overflows in a row a run gave up after, before all of its steps; or none.
-
-        Only those at one scale count: while the scale still falls, a run has not given up.
-        """
+        """Count the overflows at one scale after which a run gave up; 0 where it did not."""
         patience = self.setting("precision.loss_scale.max_skipped_steps")
         if not self.steps or len(self.steps) >= self.requested_steps:
             return 0

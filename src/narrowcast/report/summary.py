@@ -11,6 +11,7 @@ from narrowcast.report.phrases import (
     capital,
     count,
     duration,
+    in_policy,
     large,
     measured,
     said,
@@ -27,7 +28,7 @@ from narrowcast.runs.task_info import Metric
 Tone = Literal["good", "fair", "bad"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunEnding:
     """Where the run stands, and what its owner may want to do about it."""
 
@@ -37,7 +38,7 @@ class RunEnding:
     """A sentence or two; empty where nothing needs doing."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fact:
     """One number of the headline row."""
 
@@ -47,26 +48,26 @@ class Fact:
 
 
 def ending(data: RunData) -> RunEnding:
-    """Judge from the records alone where the run stands."""
+    """Return where the run stands, from its records alone."""
     done, requested = len(data.steps), data.requested_steps
     if not done:
         return RunEnding(
-            label="No step yet",
-            tone="fair",
+            "No step yet",
+            "fair",
             advice=(
                 "The folder has no record of a step. The run is still starting, or ended before "
                 "its first step."
             ),
         )
     if data.gave_up:
-        return RunEnding(label="Diverged", tone="bad", advice=_gave_up(data))
+        return RunEnding("Diverged", "bad", advice=_gave_up(data))
     if data.diverged:
-        return RunEnding(label="Diverged", tone="bad", advice=_came_to_nothing(data))
+        return RunEnding("Diverged", "bad", advice=_came_to_nothing(data))
     lost = _lost_at(data.steps)
     if lost is not None:
         return RunEnding(
-            label="Loss not finite",
-            tone="bad",
+            "Loss not finite",
+            "bad",
             advice=(
                 f"The training loss has not been finite since step {count(lost)}. Steps with "
                 "non-finite gradients are skipped, so the weights are those of the last applied "
@@ -74,13 +75,13 @@ def ending(data: RunData) -> RunEnding:
             ),
         )
     if done >= requested or data.is_done:
-        return RunEnding(label="Finished", tone="good", advice=_how_it_ended(data))
+        return RunEnding("Finished", "good", advice=_how_it_ended(data))
     progress = f"{count(done)} of {count(requested, 'step')}"
     last_saved = data.checkpoints[-1].step if data.checkpoints else None
     if last_saved == data.steps[-1].step:
         return RunEnding(
-            label="Stopped",
-            tone="fair",
+            "Stopped",
+            "fair",
             advice=(
                 f"The run stopped after {progress}, with a checkpoint at the last step. "
                 "`narrowcast resume` continues it from there."
@@ -92,8 +93,8 @@ def ending(data: RunData) -> RunEnding:
         else f"`narrowcast resume` continues it from the checkpoint at step {count(last_saved)}."
     )
     return RunEnding(
-        label="Unfinished",
-        tone="fair",
+        "Unfinished",
+        "fair",
         advice=(
             f"The records end after {progress}. The run was still in progress when this page was "
             f"written, or it was killed. {where}"
@@ -102,9 +103,7 @@ def ending(data: RunData) -> RunEnding:
 
 
 def _how_it_ended(data: RunData) -> str:
-    """Say where a run ended early, and which weights it ended with, where that is no matter of
-    course.
-    """
+    """Return where a run ended early and which weights it ended with, unless that is obvious."""
     lines, metric = list[str](), data.task.headline
     done, request = count(len(data.steps)), count(data.requested_steps)
     if data.ended_early:
@@ -119,7 +118,7 @@ def _how_it_ended(data: RunData) -> str:
 
 
 def headline(data: RunData) -> str:
-    """Say in one sentence what trained, in which policy, and how well."""
+    """Return a sentence on what trained, in which policy, and how well."""
     if not data.steps:
         return f"{data.name} is set up to train {_in_policy(data)} and has not run a step."
     done, requested = len(data.steps), data.requested_steps
@@ -145,19 +144,18 @@ def facts(data: RunData) -> list[Fact]:
 
 
 def _in_policy(data: RunData) -> str:
-    """Say `in fp16 (emulated)`, or `with the default policy, mostly bf16`."""
+    """Return `in fp16 (emulated)`, or `with the default policy, mostly bf16`."""
     most = next((part.name for part in format_shares(data.modules)), "")
     ways = {m.get("how") for m in data.modules if m.get("forward") == most}
     emulated = " (emulated)" if ways == {"emulated"} else ""
-    name = data.policy
-    if name.startswith(("fp", "bf16", "tf32")):
-        return f"in {name}{emulated}"
-    mostly = f", mostly {most}{emulated}" if most else ""
-    return f"with the {name} policy{mostly}" if name.isalpha() else f"with policy {name}{mostly}"
+    policy = in_policy(data.policy)
+    if policy.startswith("in "):
+        return policy + emulated
+    return f"{policy}, mostly {most}{emulated}" if most else policy
 
 
 def _came_to_nothing(data: RunData) -> str:
-    """Say what is left of a run that has done its steps and diverged."""
+    """Return what is left of a run that finished its steps but diverged."""
     left = "the weights are in the last checkpoint"
     if data.vitals.weights:
         left = "only a checkpoint from before the weights became non-finite is useful"
@@ -167,7 +165,7 @@ def _came_to_nothing(data: RunData) -> str:
 
 
 def _gave_up(data: RunData) -> str:
-    """Say how a run gave up."""
+    """Return how a run gave up."""
     last = data.steps[-1]
     reason = f" Last reason: {last.skip_reason}." if last.skip_reason else ""
     module = next((r.module for r in reversed(data.findings) if r.module), "")
@@ -223,7 +221,7 @@ def _training_loss(steps: tuple[StepRecord, ...]) -> str:
 def _loss_fact(data: RunData) -> list[Fact]:
     metric = data.headline
     if metric is None:
-        return [Fact(label="Training loss", value=value(data.steps[-1].loss), note="last step")]
+        return [Fact("Training loss", value(data.steps[-1].loss), note="last step")]
     matched = [(r.step, r.metrics) for r in data.evals if metric.name in r.metrics]
     step, metrics = matched[-1]
     last = metrics[metric.name]
@@ -236,7 +234,7 @@ def _loss_fact(data: RunData) -> list[Fact]:
     best_step, best = _best(metric, [(s, m[metric.name]) for s, m in matched])
     if metric.is_better(best, last) or math.isnan(last):
         note = f"best {measured(metric, best)} at step {count(best_step)}"
-    return [Fact(label=f"Evaluated {said(metric.name)}", value=measured(metric, last), note=note)]
+    return [Fact(f"Evaluated {said(metric.name)}", measured(metric, last), note=note)]
 
 
 def _best(metric: Metric, matches: Sequence[tuple[int, float]]) -> tuple[int, float]:
@@ -252,14 +250,14 @@ def _steps_fact(steps: tuple[StepRecord, ...]) -> Fact:
     applied = sum(record.applied for record in steps)
     skipped = len(steps) - applied
     note = f"{count(skipped)} skipped ({share(skipped, len(steps))})" if skipped else "none skipped"
-    return Fact(label="Steps applied", value=count(applied), note=note)
+    return Fact("Steps applied", count(applied), note=note)
 
 
 def _scale_fact(steps: tuple[StepRecord, ...]) -> Fact:
     scales = [record.loss_scale for record in steps]
     low, high = min(scales), max(scales)
     note = "throughout" if low == high else f"{scale(low)} – {scale(high)}"
-    return Fact(label="Loss scale", value=scale(scales[-1]), note=note)
+    return Fact("Loss scale", scale(scales[-1]), note=note)
 
 
 def _speed_facts(data: RunData) -> list[Fact]:
@@ -271,17 +269,17 @@ def _speed_facts(data: RunData) -> list[Fact]:
         return []
     return [
         Fact(
-            label=f"{capital(units)} per second",
-            value=large(items / seconds),
+            f"{capital(units)} per second",
+            large(items / seconds),
             note=f"{large(items)} {units} in total",
         ),
-        Fact(label="Time in steps", value=duration(seconds), note=f"{duration(typical)} per step"),
+        Fact("Time in steps", duration(seconds), note=f"{duration(typical)} per step"),
     ]
 
 
 def _memory_fact(data: RunData) -> list[Fact]:
     peak = max(record.peak_bytes for record in data.steps)
-    return [Fact(label="Peak memory", value=size(peak), note="measured")] if peak > 0 else []
+    return [Fact("Peak memory", size(peak), note="measured")] if peak > 0 else []
 
 
 MOST_FINDINGS = 3
@@ -291,7 +289,7 @@ INJECTED = "fault injected"
 
 
 def sentences(data: RunData) -> list[tuple[Tone, str]]:
-    """Tell what happened that an owner would want to know, the most serious first."""
+    """Return sentences on skips, findings and changes, the most serious first."""
     if not data.steps:
         return []
     matches = findings(data)
@@ -308,10 +306,7 @@ def sentences(data: RunData) -> list[tuple[Tone, str]]:
 
 
 def _foremost(result: Sequence[FindingRow]) -> list[FindingRow]:
-    """Choose what to tell first: each trouble once, those that something was done about first.
-
-    A rehearsal comes last: whoever asked for it knows of it.
-    """
+    """Return the findings to list first: each once, with an action first, injected faults last."""
     each: dict[tuple[str, str], FindingRow] = {}
     for one in result:
         # A verdict's "overflow" and a rule's "overflow of fp16" are one trouble.

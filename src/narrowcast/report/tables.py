@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from narrowcast.report.phrases import (
@@ -90,7 +90,7 @@ def eval_table(data: RunData) -> tuple[list[str], list[list[str]]]:
 
 
 def directions(data: RunData) -> str:
-    """Say of each ranked metric which way is better; nothing where lower is for all."""
+    """Return which way is better for each ranked metric; empty where lower is for all."""
     metrics = {name: data.task.metric(name) for name in data.metrics}
     ways = {name: metric.better for name, metric in metrics.items() if metric.ranked}
     if "higher" not in ways.values():
@@ -104,10 +104,7 @@ def directions(data: RunData) -> str:
 
 
 def reasons(data: RunData) -> list[Reason]:
-    """Count the skipped steps by reason, the most frequent first.
-
-    What a skip did to the loss scale is not its reason, and differs each time.
-    """
+    """Count skipped steps by reason, the most frequent first, without changes of the loss scale."""
     skipped: dict[str, list[int]] = {}
     for record in data.steps:
         if not record.applied:
@@ -190,17 +187,14 @@ def _flattened(results: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             case Mapping():
                 yield from _flattened(entry, f"{name} ")
             case list() if any(isinstance(item, Mapping) for item in entry):
-                yield from _flattened(_numbered(entry), f"{name} ")
+                numbered = {str(i): item for i, item in enumerate(entry)}
+                yield from _flattened(numbered, f"{name} ")
             case int() if key.endswith("_bytes"):
                 yield name.removesuffix("_bytes"), size(entry)
             case None | []:
                 yield name, "none"
             case _:
                 yield name, written(entry)
-
-
-def _numbered(entries: Iterable[Any]) -> dict[str, Any]:
-    return {str(i): entry for i, entry in enumerate(entries)}
 
 
 def speed_table(data: RunData) -> list[tuple[str, str, str]]:

@@ -145,10 +145,7 @@ class TensorBoard:
     """Writes numbers as scalars, and the rest as text."""
 
     def __init__(self, folder: Path, *, earlier: Sequence[Record], recipe_text: str = "") -> None:
-        """Go on after the `earlier` records, or begin with them where there are no files yet.
-
-        What files hold of later steps, from before the run was rewound, is taken back.
-        """
+        """Continue after the `earlier` records, and take back later steps of a rewound run."""
         from torch.utils.tensorboard import SummaryWriter
 
         location = folder / "tensorboard"
@@ -181,7 +178,7 @@ class TensorBoard:
             self._writer.flush()
 
     def close(self) -> None:
-        """Put everything on disk."""
+        """Write everything to disk."""
         self._writer.close()
 
 
@@ -214,14 +211,32 @@ class WeightsAndBiases:
     def __init__(
         self, folder: Path, *, earlier: Sequence[Record], name: str, settings: Mapping[str, Any]
     ) -> None:
-        """Begin with the `earlier` records.
-
-        An offline file cannot take steps back, so a run that is continued gets a new one, under
-        the same id and with all its steps; the files it replaces are deleted.
-        """
+        """Write a new file with the `earlier` records; an offline file cannot take steps back."""
         replaced = _set_aside(folder / "wandb")
         same_id = replaced[-1].name.rpartition("-")[2] if replaced else secrets.token_hex(4)
-        self._run: Run = _begin(folder, name=name, settings=settings, id_=same_id)
+        wandb = import_wandb()
+        quiet = wandb.Settings(
+            mode="offline",
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+        )
+        self._run: Run = wandb.init(
+            dir=str(folder),
+            project="narrowcast",
+            name=name or None,
+            id=same_id,
+            config=dict(settings),
+            settings=quiet,
+            mode="offline",
+            resume="allow",
+            reinit="create_new",
+        )
         self._step, self._row = 0, dict[str, Any]()
         for record in earlier:
             self.take(record)
@@ -229,11 +244,7 @@ class WeightsAndBiases:
             shutil.rmtree(old)
 
     def take(self, record: Record) -> None:
-        """Add `record` to the row of its step; a row is written when the next one begins.
-
-        What is found out later about an earlier step goes to the present row, with its step: W&B
-        ignores rows that do not follow one another.
-        """
+        """Add `record` to the row of its step, or of the present one: W&B needs rows in order."""
         late = record.step < self._step
         if record.step > self._step:
             self._write()
@@ -260,33 +271,6 @@ def _set_aside(location: Path) -> list[Path]:
     for old in location.glob("offline-run-*-*"):
         old.rename(old.with_name(f"replaced-{old.name}"))
     return sorted(location.glob("replaced-offline-run-*-*"))
-
-
-def _begin(folder: Path, *, name: str, settings: Mapping[str, Any], id_: str) -> "Run":
-    wandb = import_wandb()
-    quiet = wandb.Settings(
-        mode="offline",
-        silent=True,
-        console="off",
-        disable_git=True,
-        disable_code=True,
-        save_code=False,
-        x_disable_stats=True,
-        x_disable_meta=True,
-        x_disable_machine_info=True,
-    )
-    run: Run = wandb.init(
-        dir=str(folder),
-        project="narrowcast",
-        name=name or None,
-        id=id_,
-        config=dict(settings),
-        settings=quiet,
-        mode="offline",
-        resume="allow",
-        reinit="create_new",
-    )
-    return run
 
 
 NEEDED: dict[str, Callable[[], object]] = {
@@ -317,11 +301,7 @@ def open_trackers(
     settings: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> Trackers:
-    """Open the trackers called `names` for the run in `folder`.
-
-    `earlier` are the records it goes on from, `settings` its recipe as flat keys; `tell` gets a
-    sentence for each tracker that fails.
-    """
+    """Open the trackers called `names`; `tell` gets a sentence for each that fails."""
     openers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoard(folder, earlier=earlier, recipe_text=recipe_text),
         "wandb": lambda: WeightsAndBiases(

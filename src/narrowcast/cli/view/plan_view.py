@@ -35,7 +35,7 @@ ROOM_FOR_KINDS = 96
 
 
 def print_task_row(console: Console, row: Mapping[str, Any]) -> None:
-    """Say which row it was, why, what it has set, and who has set the rest."""
+    """Print the row of the task table, what it sets, and what is set elsewhere."""
     size = f"{row['size']} ({large(row['parameters'])} parameters)"
     say(console, "task", f"{row['task']}, {size}, {row['hardware']}: {row['why']}")
     say(console, "why", row["reason"])
@@ -54,7 +54,7 @@ def print_task_row(console: Console, row: Mapping[str, Any]) -> None:
 
 
 def print_strategy(console: Console, row: Mapping[str, Any] | None) -> None:
-    """Say what a strategy does and what it keeps; nothing for plain training."""
+    """Print what a strategy does and stores; nothing for plain training."""
     if row is None:
         return
     stored = {name: size(n) for name, n in row["bytes"].items() if n}
@@ -67,7 +67,7 @@ def print_strategy(console: Console, row: Mapping[str, Any] | None) -> None:
 
 
 def print_phases(console: Console, recipe: Recipe, plans: Sequence[Plan]) -> None:
-    """Say which policy holds until when; nothing for a run that has one policy."""
+    """Print the policy and end of each phase; nothing for a run with one policy."""
     for number, phase in enumerate(phases_json(recipe, plans).get("phases", []), start=1):
         memory = size(sum(phase["bytes"].values()))
         text = f"{phase['policy']}, until {phase['until']}; {memory} and activations"
@@ -157,7 +157,7 @@ def _table(*columns: str) -> Table:
 
 
 def _letters(rows: list[Layer]) -> dict[str, str]:
-    """Give each reason a letter: a to z, then aa, ab and so on."""
+    """Return a letter for each reason: a to z, then aa, ab and so on."""
     reasons = list(dict.fromkeys(row.reason for row in rows))
     names = [*ascii_lowercase, *(a + b for a in ascii_lowercase for b in ascii_lowercase)]
     return dict(zip(reasons, names, strict=False))

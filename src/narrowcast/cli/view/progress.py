@@ -39,7 +39,7 @@ class RunDisplay:
     """Shows the records of one run; a context, because a bar has to be put away."""
 
     def __init__(self, console: Console, tally: Tally, *, task: TaskInfo, scaled: bool) -> None:
-        """Begin at `tally`; `scaled` says that there is a loss scale to show."""
+        """Start at `tally`; `scaled` adds the loss scale."""
         self.task = task
         self.tally = tally
         self.metrics: dict[str, float] = {}

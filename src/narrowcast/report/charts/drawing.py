@@ -112,25 +112,26 @@ def events(
 ) -> dict[str, Any]:
     """Mark steps at which something happened on the strip, each with what it was."""
     matches = [(step, _event_text(name, lines)) for step, lines in info.items()]
-    marker = {"symbol": symbol, "size": 9, "color": color, "line": {"color": "@paper", "width": 1}}
-    return {**_track(name, matches, row=row), "marker": marker}
+    return {**_track(name, matches, row=row), "marker": _marker(symbol, color)}
 
 
 def uprights(steps: Sequence[float], *, color: str) -> list[dict[str, Any]]:
     """Draw a dotted line from top to bottom at each of the steps."""
-    return [
-        {
-            "type": "line",
-            "layer": "below",
-            "x0": step,
-            "x1": step,
-            "yref": "paper",
-            "y0": 0,
-            "y1": 1,
-            "line": {"color": color, "width": 1, "dash": "dot"},
-        }
-        for step in steps
-    ]
+    ends = {"yref": "paper", "y0": 0, "y1": 1}
+    return [dotted(color) | ends | {"x0": step, "x1": step} for step in steps]
+
+
+def dotted(color: str) -> dict[str, Any]:
+    """Return a dotted line behind the curves, without its ends."""
+    return {
+        "type": "line",
+        "layer": "below",
+        "line": {"color": color, "width": 1, "dash": "dot"},
+    }
+
+
+def _marker(symbol: str, color: str) -> dict[str, Any]:
+    return {"symbol": symbol, "size": 9, "color": color, "line": {"color": "@paper", "width": 1}}
 
 
 def _track(name: str, result: Sequence[tuple[int, str]], *, row: int) -> dict[str, Any]:
@@ -159,19 +160,10 @@ def overflows(marks: Sequence[Mark]) -> dict[str, Any]:
     """Mark skipped steps on the loss scale they happened at."""
     finite = [m for m in marks if math.isfinite(m.loss_scale) and m.loss_scale > 0]
     return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "skipped",
-        "x": [m.first for m in finite],
+        **_track("skipped", [(m.first, _mark_text(m)) for m in finite], row=0),
+        "yaxis": "y",
         "y": [rounded(m.loss_scale) for m in finite],
-        "text": [_mark_text(m) for m in finite],
-        "marker": {
-            "symbol": "triangle-down",
-            "size": 9,
-            "color": "@skipped",
-            "line": {"color": "@paper", "width": 1},
-        },
-        "hovertemplate": "%{text}<extra></extra>",
+        "marker": _marker("triangle-down", "@skipped"),
     }
 
 
@@ -251,5 +243,5 @@ def powers_of_two(finite: Sequence[float]) -> dict[str, Any]:
 
 
 def rounded(y: float | None) -> float | None:
-    """Keep six digits: more than a screen shows, and half the bytes."""
+    """Round to six digits: more than a screen shows, and half the bytes."""
     return None if y is None else float(f"{y:.6g}")

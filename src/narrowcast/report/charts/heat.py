@@ -130,10 +130,7 @@ def _rounded(x: float) -> float:
 
 
 def _series(measure: str, *, parts: Sequence[tuple[int, Values]], samples: int) -> Values:
-    """Join the stretches in which a tensor was sampled, with None between them.
-
-    Where a record names a tensor twice, the worse value stays.
-    """
+    """Join the stretches in which a tensor was sampled, with the worst value of each step."""
     if len(parts) == 1 and len(parts[0][1]) == samples:
         return parts[0][1]
     whole: list[float | None] = [None] * samples
@@ -194,7 +191,7 @@ def heat_map(records: Sequence[HealthRecord]) -> HeatMap | None:
         return None
     steps = [record.step for record in records]
     cuts = _cuts(len(steps))
-    measures = [m for m in MEASURES if m == "snr_db" or _any(matches, m)]
+    measures = [m for m in MEASURES if m == "snr_db" or any(any(t.values[m]) for t in matches)]
     rows = {m: [_short(_columns(t, m, cuts=cuts), m) for t in matches] for m in measures}
     ranked = _ranked(matches)
     return HeatMap(
@@ -239,7 +236,7 @@ def _columns(
 
 
 def _short(columns: list[float | None], measure: str) -> float | list[float | None] | None:
-    """Keep the digits a reader can use, and one number for a row that never changes."""
+    """Round to the digits a reader can use; a row that never changes becomes one number."""
     if measure == "snr_db":
         rounded = [None if x is None else round(x, 1) for x in columns]
     else:
@@ -247,16 +244,8 @@ def _short(columns: list[float | None], measure: str) -> float | list[float | No
     return rounded[0] if len(set(rounded)) == 1 else rounded
 
 
-def _any(result: Sequence[Tensor], measure: str) -> bool:
-    return any(any(tensor.values[measure]) for tensor in result)
-
-
 def _ranked(matched: Sequence[Tensor]) -> list[Tensor]:
-    """Sort tensors by what hurts most: those that broke, those that saturate, little signal.
-
-    An infinity spreads to all that is made from it. In the order in which a step makes tensors, the
-    first to break is the one nearest the cause.
-    """
+    """Sort tensors: non-finite ones in the order a step computes them, saturating ones, low SNR."""
     location = {module: i for i, module in enumerate(dict.fromkeys(t.module for t in matched))}
 
     def key(tensor: Tensor) -> tuple[float, ...]:

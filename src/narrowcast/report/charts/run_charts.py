@@ -254,11 +254,7 @@ def _evaluations(data: RunData) -> Series:
 
 
 def frame_top(finite: Sequence[float]) -> float | None:
-    """Find where to cut the frame so that a rare spike does not flatten the rest of the curve.
-
-    A spike is ten times as far from the least value as 98 % of them; the high losses that a run
-    begins with are nearer, and stay in the frame.
-    """
+    """Return where to cut the frame above a spike, ten times as far up as 98 % of the values."""
     if len(finite) < 50:
         return None
     ordered = sorted(finite)

@@ -51,7 +51,7 @@ def series(steps: Sequence[int], values: Sequence[float | None]) -> Series:
 
 
 def thinned(whole: Series, most: int = MOST_POINTS) -> Series:
-    """Keep at most `most` points: per stretch of steps its least, its greatest and one gap."""
+    """Return at most `most` points: the least, the greatest and one gap per stretch of steps."""
     n = len(whole.steps)
     if n <= most:
         return whole
@@ -68,7 +68,7 @@ def thinned(whole: Series, most: int = MOST_POINTS) -> Series:
 
 
 def changes(whole: Series) -> Series:
-    """Keep the first point, the last one, and those where the value changes: a stair's corners."""
+    """Return the first point, the last one, and those where the value changes."""
     n = len(whole.steps)
     saved = [i for i in range(n) if i in (0, n - 1) or whole.values[i] != whole.values[i - 1]]
     return Series(
@@ -83,11 +83,7 @@ def smoothing_window(n: int) -> int:
 
 
 def smoothed(whole: Series, window: int, *, most: int = MOST_POINTS // 2) -> Series:
-    """Take the median of the `window` steps around at most `most` evenly spaced ones.
-
-    The window is centred, so the curve does not lag behind; towards both ends it narrows evenly.
-    A median, so that one spike does not lift its whole window. Gaps are left out.
-    """
+    """Return medians over `window` steps, centred so that the curve does not lag behind."""
     n = len(whole.steps)
     at = range(n) if n <= most else [k * (n - 1) // (most - 1) for k in range(most)]
     middles: list[float | None] = []
@@ -102,37 +98,30 @@ def skip_marks(steps: Sequence[StepRecord]) -> list[Mark]:
     """Collect every skipped step; neighbours alike in reason and scale become one mark."""
     marks: list[Mark] = []
     for record in steps:
-        if record.applied:
-            continue
-        why, loss_scale = record.skip_reason, record.loss_scale
-        if marks and (marks[-1].last, marks[-1].why, marks[-1].loss_scale) == (
-            record.step - 1,
-            why,
-            loss_scale,
-        ):
-            marks[-1] = replace(marks[-1], last=record.step, steps=marks[-1].steps + 1)
-            continue
-        one = Mark(first=record.step, last=record.step, why=why, loss_scale=loss_scale, steps=1)
-        marks.append(one)
+        if not record.applied:
+            add_mark(marks, record, why=record.skip_reason)
     return marks
 
 
-def drawn(marks: Sequence[Mark], most: int = MOST_MARKS) -> list[Mark]:
-    """Return at most `most` marks that together stand for every skipped step.
+def add_mark(marks: list[Mark], record: StepRecord, *, why: str) -> None:
+    """Add a skipped step to the last mark if it continues it, or as a mark of its own."""
+    step, scale = record.step, record.loss_scale
+    last = marks[-1] if marks else None
+    if last and (last.last, last.why, last.loss_scale) == (step - 1, why, scale):
+        marks[-1] = replace(last, last=step, steps=last.steps + 1)
+    else:
+        marks.append(Mark(first=step, last=step, why=why, loss_scale=scale, steps=1))
 
-    Where there are more, neighbours are joined: what lies between them is closer than a pixel.
-    """
+
+def drawn(marks: Sequence[Mark], most: int = MOST_MARKS) -> list[Mark]:
+    """Return at most `most` marks for all skipped steps; neighbours are joined."""
     if len(marks) <= most:
         return list(marks)
     cuts = [i * len(marks) // most for i in range(most + 1)]
-    return [_joined(marks[a:b]) for a, b in pairwise(cuts)]
-
-
-def _joined(marks: Sequence[Mark]) -> Mark:
-    if len(marks) == 1:
-        return marks[0]
-    steps = sum(mark.steps for mark in marks)
-    return replace(marks[0], last=marks[-1].last, steps=steps)
+    return [
+        replace(marks[a], last=marks[b - 1].last, steps=sum(mark.steps for mark in marks[a:b]))
+        for a, b in pairwise(cuts)
+    ]
 
 
 def _telling(values: Sequence[float | None], start: int, stop: int) -> set[int]:

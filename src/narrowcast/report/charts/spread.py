@@ -57,7 +57,7 @@ def spread_charts(records: Sequence[ExponentRecord]) -> list[Chart]:
 
 
 def spread_note(records: Sequence[ExponentRecord]) -> str:
-    """Say how many tensors have a histogram that is not drawn; nothing where all are."""
+    """Return how many tensors have a histogram that is not drawn; empty where all are."""
     tensors = len({(r.module, r.role) for r in records if sum(r.counts)})
     if tensors <= MOST_CHARTS:
         return ""
@@ -190,6 +190,6 @@ def _stride(width: int) -> int:
 
 
 def _floor(record: ExponentRecord) -> float:
-    """Put the bottom of the axis a little under the rarest bin, as a power of ten."""
+    """Return the bottom of the axis, a little under the rarest bin, as a power of ten."""
     rarest = min(n for n in record.counts if n) / sum(record.counts)
     return min(-2.0, math.floor(math.log10(rarest)) - 0.3)

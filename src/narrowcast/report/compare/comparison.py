@@ -183,7 +183,7 @@ def causes(differing: Mapping[str, tuple[str, ...]]) -> list[str]:
 def cautions(
     grouped: Sequence[Sequence[ComparedRun]], differing: Mapping[str, tuple[str, ...]], *, step: int
 ) -> Iterator[str]:
-    """Say where the runs do not compare as the table suggests."""
+    """Yield where the runs do not compare as the table suggests."""
     runs = [run for members in grouped for run in members]
     data = different_data(differing)
     if data:

@@ -56,10 +56,7 @@ def estimate_paired_difference(pairs: Sequence[tuple[float, float]]) -> Estimate
 
 
 def estimate_difference(values: Sequence[float], reference: Sequence[float]) -> Estimate | None:
-    """Estimate how much the mean of `values` is above that of `reference`, by Welch's interval.
-
-    The degrees of freedom are rounded down, so the interval is never too narrow for it.
-    """
+    """Estimate how much one mean is above another, by Welch's interval, never too narrow."""
     if not values or not reference:
         return None
     gap = fmean(values) - fmean(reference)
@@ -191,7 +188,7 @@ def make_group(
 
 
 def grouped(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
-    """Put runs together that differ in nothing but the seed, in the order they were named."""
+    """Group runs that differ only in the seed, in the order they were named."""
     groups: dict[str, list[ComparedRun]] = defaultdict(list)
     for run in runs:
         groups[strict_json.dumps(dict(sorted(run.recipe.items())))].append(run)
@@ -209,7 +206,7 @@ def differing(groups: Sequence[Sequence[ComparedRun]]) -> dict[str, tuple[str, .
 def group_label(
     differing: Mapping[str, tuple[str, ...]], run: ComparedRun, *, location: int
 ) -> str:
-    """Name a group by what sets it apart, or by its recipe where nothing does."""
+    """Return the settings that set a group apart, or its recipe where nothing does."""
     if not differing:
         return f"{run.data.name} in {run.data.policy}"
     # The policy is what most comparisons are about; with a schedule, that of each phase.
@@ -243,11 +240,7 @@ def mean_curve(group: Group) -> list[tuple[int, Estimate]]:
 
 
 def difference(values: Mapping[str, float], reference: Mapping[str, float]) -> Estimate | None:
-    """Estimate how much values are above those of a reference, seed by seed where they share them.
-
-    Runs of one seed begin with the same weights and read the same data, so their difference varies
-    less than they do.
-    """
+    """Estimate how much values are above others, paired by seed if they have the same seeds."""
     if set(values) == set(reference):
         return estimate_paired_difference([(values[seed], reference[seed]) for seed in values])
     return estimate_difference(list(values.values()), list(reference.values()))

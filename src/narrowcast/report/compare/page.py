@@ -1,7 +1,6 @@
 """The page of a comparison: a table, and the curves of the groups over steps and over seconds."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from narrowcast.report.charts.series import series
 from narrowcast.report.compare.comparison import INTERVAL, Comparison
 from narrowcast.report.compare.groups import Group, mean_curve
 from narrowcast.report.compare.rows import headline, metric_text, rows, titles
-from narrowcast.report.compare.runs import Point
 from narrowcast.report.phrases import capital, count, duration, measured
 from narrowcast.report.rendering import render, write_page
 
@@ -36,15 +34,17 @@ def write_comparison(comparison: Comparison, target: str | Path) -> Path:
 def _by_step(comparison: Comparison) -> Chart:
     data = []
     for position, group in enumerate(comparison.groups):
-        data += _band(group, position) if len(group.seeds) > 1 else _lines(group, position, x=_step)
+        data += (
+            _band(group, position) if len(group.seeds) > 1 else _lines(group, position, x="step")
+        )
     terms = comparison.terms
     return Chart(
         name="bystep",
         title=f"{capital(metric_text(terms.metric))} over steps",
         alt=_alt(comparison, "at_step", when=f"At step {count(terms.step)}"),
         data=data,
-        layout=_layout(comparison, _step, axis="step"),
-        log_switch=_positive(comparison),
+        layout=_layout(comparison, "step"),
+        log_switch=min(_values(comparison)) > 0,
         note="Lines are means over seeds, bands are 95 % intervals."
         if any(len(group.seeds) > 1 for group in comparison.groups)
         else "",
@@ -54,9 +54,9 @@ def _by_step(comparison: Comparison) -> Chart:
 def _by_seconds(comparison: Comparison) -> Chart:
     data = []
     for location, group in enumerate(comparison.groups):
-        data += _lines(group, location, x=_seconds)
+        data += _lines(group, location, x="seconds")
     terms = comparison.terms
-    layout = _layout(comparison, _seconds, axis="seconds")
+    layout = _layout(comparison, "seconds")
     layout["xaxis"].update(
         ticksuffix=" s", tickformat="~r", unifiedhovertitle={"text": "%{x:.4~r} s"}
     )
@@ -71,7 +71,7 @@ def _by_seconds(comparison: Comparison) -> Chart:
         alt=_alt(comparison, "at_seconds", when=f"After {duration(terms.seconds)}"),
         data=data,
         layout=layout,
-        log_switch=_positive(comparison),
+        log_switch=min(_values(comparison)) > 0,
         note=(
             f"One line per run. The dotted lines mark {duration(terms.seconds)}, where the "
             f"shortest run ends, and {measured(terms.metric, terms.target)}, the target value of "
@@ -80,21 +80,13 @@ def _by_seconds(comparison: Comparison) -> Chart:
     )
 
 
-def _step(point: Point) -> float:
-    return point.step
-
-
-def _seconds(point: Point) -> float:
-    return point.seconds
-
-
-def _lines(group: Group, location: int, *, x: Callable[[Point], float]) -> list[dict[str, Any]]:
+def _lines(group: Group, location: int, *, x: str) -> list[dict[str, Any]]:
     """Draw each run of a group, under one name in the legend."""
     result = []
     for number, run in enumerate(group.runs):
         curve = series(range(len(run.points)), [p.value for p in run.points])
         trace = drawing.one_of_many(curve, name=group.label, index=location, width=1.75)
-        trace["x"] = [drawing.rounded(x(p)) for p in run.points]
+        trace["x"] = [drawing.rounded(getattr(p, x)) for p in run.points]
         trace |= {"legendgroup": str(location), "showlegend": number == 0}
         result.append(trace)
     return result
@@ -121,11 +113,11 @@ def _band(group: Group, location: int) -> list[dict[str, Any]]:
     return [band, {**line, "legendgroup": str(location)}]
 
 
-def _layout(comparison: Comparison, x: Callable[[Point], float], *, axis: str) -> dict[str, Any]:
-    points = [p for group in comparison.groups for run in group.runs for p in run.points]
-    reach = [min(map(x, points)), max(map(x, points))]
-    layout = drawing.layout([math.floor(reach[0]), math.ceil(reach[1])], height=380)
-    layout["meta"] = axis
+def _layout(comparison: Comparison, x: str) -> dict[str, Any]:
+    """Lay out a chart over `step` or `seconds`."""
+    at = [getattr(p, x) for g in comparison.groups for run in g.runs for p in run.points]
+    layout = drawing.layout([math.floor(min(at)), math.ceil(max(at))], height=380)
+    layout["meta"] = x
     if comparison.terms.metric.text.endswith("%"):
         layout["yaxis"]["tickformat"] = drawing.PERCENT
     # Many long names would cover the chart.
@@ -138,15 +130,8 @@ def _level(y: float, comparison: Comparison) -> list[dict[str, Any]]:
     values = _values(comparison)
     if not min(values) <= y <= max(values):
         return []
-    line = {"color": "@quiet", "width": 1, "dash": "dot"}
-    return [{
-        "type": "line", "layer": "below", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y,
-        "line": line,
-    }]  # fmt: skip
-
-
-def _positive(comparison: Comparison) -> bool:
-    return min(_values(comparison)) > 0
+    ends = {"xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y}
+    return [drawing.dotted("@quiet") | ends]
 
 
 def _values(comparison: Comparison) -> list[float]:

@@ -25,7 +25,7 @@ def rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def headline(comparison: Comparison) -> str:
-    """Say in one sentence which group did best, and whether that is more than chance."""
+    """Return a sentence on which group did best, and whether that is significant."""
     terms, best = comparison.terms, _best(comparison)
     metric = metric_text(terms.metric)
     if different_data(comparison.differing):
@@ -54,14 +54,14 @@ def headline(comparison: Comparison) -> str:
 
 
 def metric_text(metric: Metric) -> str:
-    """Name what runs are compared by as a reader says it."""
+    """Return the name of the metric as a page shows it."""
     if metric.name.startswith(PART):
         return f"{said(metric.name.removeprefix(PART))} part of the training loss"
     return metric.name if metric == TRAINING else f"evaluated {said(metric.name)}"
 
 
 def titles(comparison: Comparison) -> dict[str, str]:
-    """Head the columns, by the fields of a row."""
+    """Return the titles of the columns, by the fields of a row."""
     terms = comparison.terms
     return {
         "at_step": f"{metric_text(terms.metric)} at step {count(terms.step)}",

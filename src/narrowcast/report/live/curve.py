@@ -19,7 +19,7 @@ class Curve:
     """Values over steps; `epoch` moves when buckets are joined."""
 
     def __init__(self, most: int) -> None:
-        """Keep at most `most` buckets, an even number."""
+        """Start empty; there are at most `most` buckets, an even number."""
         self.epoch = self.added = 0
         self._most, self._width = most, 1
         self._buckets: list[_Bucket] = []

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 from narrowcast.config.problems import shortened
-from narrowcast.report.charts.series import Mark
+from narrowcast.report.charts.series import Mark, add_mark
 from narrowcast.report.layers import named
 from narrowcast.runs.records import (
     FindingRecord,
@@ -28,7 +28,7 @@ class Skips:
     """Skipped steps, those in a row with one reason and one scale as one row."""
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Start empty."""
         self.epoch = self.added = 0
         self._marks: list[Mark] = []
 
@@ -38,20 +38,7 @@ class Skips:
     def add(self, record: StepRecord) -> None:
         """Take one more skipped step."""
         self.added += 1
-        mark = Mark(
-            first=record.step,
-            last=record.step,
-            why=for_page(record.skip_reason),
-            loss_scale=record.loss_scale,
-            steps=1,
-        )
-        if self._marks:
-            last = self._marks[-1]
-            alike = replace(mark, first=last.first, last=last.last, steps=last.steps) == last
-            if alike and record.step == last.last + 1:
-                self._marks[-1] = replace(last, last=record.step, steps=last.steps + 1)
-                return
-        self._marks.append(mark)
+        add_mark(self._marks, record, why=for_page(record.skip_reason))
         if len(self._marks) > MOST_MARKS:
             self._join()
 
@@ -102,7 +89,7 @@ class Events:
     """Findings and changes of format; findings that say the same of one place are one event."""
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Start empty."""
         self.moves = 0
         """How often they have changed."""
         self.findings = self.changes = 0
@@ -170,7 +157,7 @@ class Changes:
     """The steps at which formats changed, for a chart; the newest of them."""
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Start empty."""
         self.epoch = self.added = 0
         self._rows: list[list[Any]] = []
 

@@ -11,6 +11,7 @@ from narrowcast.report.phrases import (
     capital,
     count,
     duration,
+    in_policy,
     large,
     measured,
     policies,
@@ -39,7 +40,7 @@ def head(
     policy = policies(policy, setting(settings, "precision.schedule"))
     return {
         "name": name,
-        "title": f"{name} {_in_policy(policy)}".strip(),
+        "title": f"{name} {in_policy(policy)}" if policy else name,
         "description": _text(setting(settings, "description")),
         "progress": _progress(step, requested),
         "share": min(1.0, step / requested) if requested > 0 else 0.0,
@@ -71,31 +72,25 @@ def _facts(data: LiveData, *, at_work: bool) -> list[Fact]:
         return []
     left = at_work and tally.step < tally.steps
     return [
-        Fact(
-            label="Time left",
-            value=duration(tally.seconds_left),
-            note=f"{duration(tally.seconds)} so far",
-        )
+        Fact("Time left", duration(tally.seconds_left), note=f"{duration(tally.seconds)} so far")
         if left
         else Fact(
-            label="Time in steps",
-            value=duration(tally.seconds),
-            note=f"{large(tally.items)} {data.task.units}",
+            "Time in steps", duration(tally.seconds), note=f"{large(tally.items)} {data.task.units}"
         ),
-        Fact(label="Training loss", value=value(tally.loss), note="mean of the last steps"),
+        Fact("Training loss", value(tally.loss), note="mean of the last steps"),
         *_evaluated(data),
         Fact(
-            label=f"{capital(data.task.units)} per second",
-            value=large(tally.items_per_second),
+            f"{capital(data.task.units)} per second",
+            large(tally.items_per_second),
             note=f"{duration(tally.step_seconds)} per step",
         ),
         Fact(
-            label="Steps skipped",
-            value=count(tally.skipped),
+            "Steps skipped",
+            count(tally.skipped),
             note=share(tally.skipped, tally.step) if tally.skipped else "none",
         ),
-        *([Fact(label="Loss scale", value=scale(tally.scale))] if data.scaled else []),
-        *([Fact(label="Peak memory", value=size(data.peak_bytes))] if data.peak_bytes else []),
+        *([Fact("Loss scale", scale(tally.scale))] if data.scaled else []),
+        *([Fact("Peak memory", size(data.peak_bytes))] if data.peak_bytes else []),
     ]
 
 
@@ -106,7 +101,7 @@ def _evaluated(data: LiveData) -> list[Fact]:
         return []
     label = f"Evaluated {said(metric.name)}"
     step, y = matches[-1]
-    return [Fact(label=for_page(label), value=measured(metric, y), note=f"at step {count(step)}")]
+    return [Fact(for_page(label), measured(metric, y), note=f"at step {count(step)}")]
 
 
 def _judged(data: LiveData) -> dict[str, Any]:
@@ -120,12 +115,6 @@ def _judged(data: LiveData) -> dict[str, Any]:
         "better": f"{capital(data.metric.better)} is better.",
         "ticks": PERCENT if data.metric.text.endswith("%") else "",
     }
-
-
-def _in_policy(policy: str) -> str:
-    if not policy or policy.startswith(("fp", "bf16", "tf32")):
-        return f"in {policy}" if policy else ""
-    return f"with the {policy} policy" if policy.isalpha() else f"with policy {policy}"
 
 
 def _progress(step: int, request: int) -> str:

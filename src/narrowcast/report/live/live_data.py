@@ -50,7 +50,7 @@ class LiveData:
     """The records of one file from its beginning, summed up as they come."""
 
     def __init__(self, task: TaskInfo = BEFORE_TASK_JSON, *, min_delta: float = 0.0) -> None:
-        """Begin before the first record of a run of `task`; `min_delta` is that of its recipe."""
+        """Start before the first record; `min_delta` is that of the recipe."""
         self.task, self._min_delta = task, min_delta
         self.tally = Tally(steps=0)
         self.course = LiveProgress()

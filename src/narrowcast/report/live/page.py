@@ -167,13 +167,5 @@ def _line(name: str, *, color: str, width: float) -> dict[str, Any]:
 
 def _changes() -> dict[str, Any]:
     """Mark changes of format on the strip below the losses; the page adds a line up from each."""
-    return drawing.strip([], row=1) | {
-        "name": "format changed",
-        "error_x": {"type": "data", "array": [], "visible": False},
-        "marker": {
-            "symbol": "diamond",
-            "size": 9,
-            "color": "@eight",
-            "line": {"color": "@paper", "width": 1},
-        },
-    }
+    trace = drawing.events("format changed", {}, row=1, symbol="diamond", color="@eight")
+    return trace | {"error_x": {"type": "data", "array": [], "visible": False}}

@@ -79,7 +79,7 @@ class WatchServer(socketserver.ThreadingTCPServer):
                 self.stopping.set()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, or hang up where there are too many already."""
+        """Handle a request in its own thread, or close it if there are too many."""
         if not self._connections.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(HTTPStatus.NOT_FOUND, "no such page")
 
     def _is_for_us(self, path: str) -> bool:
-        """Say whether the request names this machine, and no page elsewhere has made it."""
+        """Return whether the request names this machine and comes from no other page."""
         hosts = self.headers.get_all("Host", [])
         name = hosts[0].rpartition(":") if len(hosts) == 1 else ("", "", "")
         host = name[0] if name[1] and name[2].isdecimal() else "".join(name)
@@ -216,12 +216,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no request without repeating it."""
+        """Send an error without repeating the request."""
         self.close_connection = True
         self._say(HTTPStatus(code), "bad request")
 
     def version_string(self) -> str:
-        """Name the program, not its versions."""
+        """Return the name of the program without its version."""
         return "narrowcast"
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002

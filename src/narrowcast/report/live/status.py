@@ -48,30 +48,23 @@ class LiveProgress:
 def status(
     course: LiveProgress, *, folder: Path, held: bool | None, quiet: float, missing: bool
 ) -> tuple[RunEnding, bool]:
-    """Judge where a run stands, and whether it is at work.
-
-    `held` says whether a process holds the run's lock, None where that cannot be known; `quiet`
-    is how many seconds ago the run last wrote.
-    """
+    """Return where a run stands and whether it runs; `held` is its lock, None where unknown."""
     if missing:
-        return RunEnding(label="Folder removed", tone="bad", advice=_gone(folder)), False
+        advice = f"The folder `{folder}` no longer exists. The page shows what was read before."
+        return RunEnding("Folder removed", "bad", advice=advice), False
     at_work = _at_work(course, held=held, quiet=quiet)
     if not at_work:
         silent = f"nothing was written for {duration(quiet // 60 * 60)}"
         sign = "no process is running it any more" if held is False else silent
         return _ended(course, folder, sign=sign), False
     if course.step == 0:
-        return RunEnding(
-            label="Starting", tone="fair", advice="No step has been recorded yet."
-        ), True
+        return RunEnding("Starting", "fair", advice="No step has been recorded yet."), True
     remark = _remark(course, quiet=quiet)
     if course.lost_since is not None:
         advice = f"The loss has not been a finite number since step {count(course.lost_since)}."
-        return RunEnding(
-            label="Loss not finite", tone="bad", advice=f"{advice} {remark}".strip()
-        ), True
+        return RunEnding("Loss not finite", "bad", advice=f"{advice} {remark}".strip()), True
     label = "Finishing" if course.requested_steps > 0 and course.is_done else "Running"
-    return RunEnding(label=label, tone="fair" if remark else "good", advice=remark), True
+    return RunEnding(label, "fair" if remark else "good", advice=remark), True
 
 
 def _at_work(course: LiveProgress, *, held: bool | None, quiet: float) -> bool:
@@ -91,8 +84,8 @@ def _ended(course: LiveProgress, folder: Path, *, sign: str) -> RunEnding:
     resume = f"`{resume_command(folder)}`"
     if course.step == 0:
         return RunEnding(
-            label="Seems dead",
-            tone="bad",
+            "Seems dead",
+            "bad",
             advice=(
                 "The run was set up but has not recorded a step since. Check the terminal it "
                 "was started in."
@@ -105,8 +98,8 @@ def _ended(course: LiveProgress, folder: Path, *, sign: str) -> RunEnding:
     if gave_up and course.step < course.requested_steps:
         reason = f" Last reason: {course.why}." if course.why else ""
         return RunEnding(
-            label="Diverged",
-            tone="bad",
+            "Diverged",
+            "bad",
             advice=(
                 f"The last {count(course.skipped_in_a_row, 'step')} were all "
                 f"skipped{at_scale(course.loss_scale)}, so the run stopped after "
@@ -115,19 +108,15 @@ def _ended(course: LiveProgress, folder: Path, *, sign: str) -> RunEnding:
         )
     if course.diverged and course.is_done:
         return RunEnding(
-            label="Diverged",
-            tone="bad",
-            advice=f"The run finished its steps but diverged: {course.diverged}.",
+            "Diverged", "bad", advice=f"The run finished its steps but diverged: {course.diverged}."
         )
     if course.saved_at == course.step:
         if course.is_done:
             early = f"The run stopped early after {progress}: {course.ended_early}."
-            return RunEnding(
-                label="Finished", tone="good", advice=early if course.ended_early else ""
-            )
+            return RunEnding("Finished", "good", advice=early if course.ended_early else "")
         return RunEnding(
-            label="Interrupted",
-            tone="fair",
+            "Interrupted",
+            "fair",
             advice=(
                 f"The run stopped after {progress}, with a checkpoint at the last step. {resume} "
                 "continues it from there."
@@ -139,9 +128,7 @@ def _ended(course: LiveProgress, folder: Path, *, sign: str) -> RunEnding:
         else f"{resume} continues it from the checkpoint at step {count(course.saved_at)}."
     )
     return RunEnding(
-        label="Seems dead",
-        tone="bad",
-        advice=f"The records end after {progress}, and {sign}. {where}",
+        "Seems dead", "bad", advice=f"The records end after {progress}, and {sign}. {where}"
     )
 
 
@@ -156,7 +143,3 @@ def _remark(course: LiveProgress, *, quiet: float) -> str:
 
 def _silence(course: LiveProgress) -> float:
     return max(SILENT_SECONDS, SILENT_STEPS * course.step_seconds)
-
-
-def _gone(folder: Path) -> str:
-    return f"The folder `{folder}` no longer exists. The page shows what was read before."

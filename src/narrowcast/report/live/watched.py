@@ -54,7 +54,7 @@ class WatchedRun:
     """One run folder; its methods may be called from several threads."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin with nothing read; `folder` need not exist any more."""
+        """Start with nothing read; `folder` need not exist any more."""
         self.folder = folder
         self._lock = Lock()
         self._follower = Follower(folder / RECORDS, kinds=KINDS)
@@ -129,7 +129,7 @@ class WatchedRun:
             missing=self._news.missing,
         )
         if self._news.more:
-            ending, at_work = RunEnding(label="Reading", tone="fair"), False
+            ending, at_work = RunEnding("Reading", "fair"), False
         self._head = head(
             data,
             ending=ending,
