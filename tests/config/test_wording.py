@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.config.problems import LONGEST_VALUE
-from narrowcast.config.wording import closest, shown
+from narrowcast.config.problems import LONGEST_VALUE, closest, shown
 
 
 @pytest.mark.parametrize(

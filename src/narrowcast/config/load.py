@@ -12,12 +12,11 @@ from pydantic import BaseModel, ValidationError
 
 from narrowcast.config.limits import UNSETTLED
 from narrowcast.config.overrides import Overrides, Setting
-from narrowcast.config.problems import Problems, shortened
+from narrowcast.config.problems import Problems, shortened, shown
 from narrowcast.config.sections import Recipe, Sections
 from narrowcast.config.sources import read_source
 from narrowcast.config.tree import recipe_tree
 from narrowcast.config.validate import validate
-from narrowcast.config.wording import shown
 from narrowcast.config.yaml_text import YamlError, parse
 from narrowcast.errors import CheckpointError, ConfigError
 
@@ -170,7 +169,9 @@ def _find_sections(
 
 def _loaded(inputs: Overrides, sections: Sections, *, shown_as: str, text: str) -> LoadedRecipe:
     """Return the recipe of all settings, or raise with all that is wrong with them."""
-    _leave_steps_open(inputs)
+    epochs = inputs.settings.get(("epochs",))
+    if epochs is not None and epochs.value is not None and ("steps",) not in inputs.settings:
+        inputs.settings["steps",] = Setting(UNSETTLED, EPOCHS, "epochs")  # until data is read
     recipe = validate(inputs, sections, shown_as=shown_as)
     if recipe is None or inputs.problems:
         raise ConfigError(_listed(inputs.problems))
@@ -178,13 +179,6 @@ def _loaded(inputs: Overrides, sections: Sections, *, shown_as: str, text: str) 
     return LoadedRecipe(
         recipe, {key: origins.get(key, DEFAULT) for key in flat_settings(recipe)}, text
     )
-
-
-def _leave_steps_open(inputs: Overrides) -> None:
-    """Mark the steps of a recipe with epochs as unknown until its data is read."""
-    epochs = inputs.settings.get(("epochs",))
-    if epochs is not None and epochs.value is not None and ("steps",) not in inputs.settings:
-        inputs.settings["steps",] = Setting(UNSETTLED, EPOCHS, "epochs")
 
 
 def _listed(problems: Problems) -> str:

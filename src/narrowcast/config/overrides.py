@@ -10,9 +10,8 @@ from typing import Any, final
 from pydantic.fields import FieldInfo
 
 from narrowcast.config.foreign_keys import pointer
-from narrowcast.config.problems import Problems, shortened
-from narrowcast.config.tree import Tree, entry_type, fitted, takes_text
-from narrowcast.config.wording import meant, shown
+from narrowcast.config.problems import Problems, shortened, shown
+from narrowcast.config.tree import Tree, entry_type, fitted, meant, takes_text
 from narrowcast.config.yaml_text import Document, KeyPath, YamlError, parse
 
 COMMAND_LINE = "command line"

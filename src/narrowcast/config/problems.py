@@ -1,8 +1,11 @@
-"""What is wrong with a recipe, said at once: the first few problems in words, the rest counted."""
+"""What is wrong with a recipe: the first few problems in words, the rest counted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import final
 
@@ -25,6 +28,41 @@ def shown_path(path: str | Path) -> str:
     """Return a path as a message shows it: in one line, and not all of a long one."""
     text = str(path)
     return shortened(text if text.isprintable() else ascii(text)[1:-1], LONGEST_PATH)
+
+
+def shown(value: object) -> str:
+    """Return `value` as somebody would write it in a recipe, shortened."""
+    match value:
+        case None:
+            text = "none"
+        case bool():
+            text = str(value).lower()
+        case float() if not math.isfinite(value):
+            text = str(value).replace("inf", ".inf").replace("nan", ".nan")
+        case float():
+            text = f"{value:g}" if float(f"{value:g}") == value else repr(value)
+        case str():
+            text = repr(value)
+        case list() | tuple():
+            text = "[" + ", ".join(shown(item) for item in value) + "]"
+        case _:
+            text = json.dumps(value, default=str)
+    return shortened(text)
+
+
+def written(value: object) -> str:
+    """Return `value` as it stands behind the = of a command line."""
+    return shortened(value) if isinstance(value, str) else shown(value)
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the name that `word` was probably meant to be."""
+    names = list(known)
+    folded = {name.lower(): name for name in names}
+    if word.lower().replace("-", "_") in folded:
+        return folded[word.lower().replace("-", "_")]
+    matches = difflib.get_close_matches(word, names, n=1)
+    return matches[0] if matches else None
 
 
 @final

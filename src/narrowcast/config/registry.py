@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import final
 
-from narrowcast.config.problems import shortened
+from narrowcast.config.problems import closest, shortened
 from narrowcast.config.workload import Workload
 from narrowcast.config.yaml_text import parse
 from narrowcast.errors import ConfigError
@@ -149,8 +149,6 @@ class Registry:
         return replace(result, distribution=_origin(entry))
 
     def _hint(self, name: str) -> str:
-        from narrowcast.config.wording import closest
-
         guess = closest(name, self.names)
         return f"Did you mean {guess}?" if guess else f"Write one of {', '.join(self.names)}"
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from narrowcast.config.limits import LARGEST_FILE
-from narrowcast.config.problems import shown_path
-from narrowcast.config.wording import closest
+from narrowcast.config.problems import closest, shown_path
 from narrowcast.errors import ConfigError
 from narrowcast.plain_files import expand_path, read_pipe, read_plain, stat_or_none
 

@@ -1,4 +1,4 @@
-"""The settings of a recipe as a tree of names, and what each of them takes."""
+"""The settings of a recipe as a tree of names: what each takes, and which one was meant."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from narrowcast.config.problems import closest
 from narrowcast.config.sections import CommonSettings, Sections
 from narrowcast.config.yaml_text import KeyPath
 
@@ -41,6 +42,25 @@ def leaves(tree: Tree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]
             yield (*path, name), entry
         else:
             yield from leaves(entry, (*path, name))
+
+
+def meant(path: KeyPath, at: int, tree: Tree) -> KeyPath | None:
+    """Return the setting that was meant by `path`, whose name number `at` does not exist."""
+    everywhere = [leaf for leaf, _ in leaves(tree)]
+    rest = path[at:]
+    elsewhere = [leaf for leaf in everywhere if leaf[-len(rest) :] == rest]
+    if len(elsewhere) == 1:
+        return elsewhere[0]
+    siblings: Tree = tree
+    for name in path[:at]:
+        entry = siblings[name]
+        siblings = entry if isinstance(entry, Mapping) else {}
+    if sibling := closest(path[at], siblings):
+        return (*path[:at], sibling, *path[at + 1 :])
+    if len(rest) == 1 and (like := closest(rest[0], {leaf[-1] for leaf in everywhere})):
+        result = [leaf for leaf in everywhere if leaf[-1] == like]
+        return result[0] if len(result) == 1 else None
+    return None
 
 
 def fitted(value: object, annotation: object) -> object:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -13,9 +12,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from narrowcast.config.overrides import COMMAND_LINE, Overrides, Setting
+from narrowcast.config.problems import closest, shown, written
 from narrowcast.config.sections import CommonSettings, Recipe, Sections
 from narrowcast.config.tree import leaves, literal_values, section_in
-from narrowcast.config.wording import closest, shown, written
 from narrowcast.config.yaml_text import KeyPath, parse_scalar
 
 
@@ -33,12 +32,12 @@ def validate(overrides: Overrides, sections: Sections, *, shown_as: str) -> Reci
         if not errors:
             return _whole(parts)
         explained = _explained(errors, overrides, shown_as=shown_as)
-        fresh = [problem for problem in explained if not problem.keys & wrong]
+        fresh = [(keys, text) for keys, text in explained if not keys & wrong]
         if not fresh:
             return None
-        for problem in fresh:
-            overrides.problems.add(problem.text)
-        wrong.update(*(problem.keys for problem in fresh))
+        for keys, text in fresh:
+            overrides.problems.add(text)
+            wrong |= keys
 
 
 def _attempt(
@@ -79,19 +78,12 @@ def _whole(parts: dict[str, BaseModel]) -> Recipe:
     return Recipe.model_validate({**values, "data": data, "model": model, "further": own})
 
 
-@dataclass(frozen=True)
-class _Problem:
-    keys: frozenset[KeyPath]
-    """The settings that take part in it."""
-    text: str
-
-
 def _explained(
     errors: Iterable[ErrorDetails], overrides: Overrides, *, shown_as: str
-) -> list[_Problem]:
-    """Write pydantic's errors as messages, one per setting or entry of a setting."""
+) -> list[tuple[set[KeyPath], str]]:
+    """Write pydantic's errors as messages, each with the settings that take part in it."""
     fields = dict(leaves(overrides.tree))
-    problems: list[_Problem] = []
+    problems: list[tuple[set[KeyPath], str]] = []
     # A setting of several types has an error per type.
     groups: dict[tuple[KeyPath, tuple[int | str, ...]], list[ErrorDetails]] = {}
     for error in errors:
@@ -102,7 +94,7 @@ def _explained(
                 where, more = _where(involved, overrides, shown_as), ""
                 if (field := fields.get(involved[0])) is not None:
                     more = _default_hint(involved, field, text, overrides)
-                problems.append(_Problem(frozenset(involved), f"{where}: {text}{more}"))
+                problems.append((set(involved), f"{where}: {text}{more}"))
             continue
         leaf = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in fields), path)
         setting = overrides.settings.get(leaf)
@@ -111,7 +103,7 @@ def _explained(
     for (leaf, position), same in groups.items():
         where = _where([leaf], overrides, shown_as)
         text = _wrong(same, fields[leaf], leaf, position) if leaf in fields else same[0]["msg"]
-        problems.append(_Problem(frozenset({leaf}), f"{where}: {text}"))
+        problems.append(({leaf}, f"{where}: {text}"))
     return problems
 
 

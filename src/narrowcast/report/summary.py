@@ -363,19 +363,12 @@ def _changes(data: RunData) -> list[tuple[Tone, str]]:
     elif single:
         names = sorted({r.module for r in single})
         one = len(names) == 1
-        stay = (
-            f"{count(ended.changed)} of them at the end"
-            if ended.changed
-            else ("none of them at the end")
-        )
-        if one:
-            stay = (
-                "still changed at the end"
-                if ended.changed
-                else ("back to the original format at the end")
-            )
         changed = "changed its format" if one else "changed their formats"
-        notice.append(("fair", f"{_listed(names)} {changed} during the run, {stay}."))
+        if one:
+            stay = "still changed" if ended.changed else "back to the original format"
+        else:
+            stay = f"{count(ended.changed) if ended.changed else 'none'} of them"
+        notice.append(("fair", f"{_listed(names)} {changed} during the run, {stay} at the end."))
     return notice
 
 

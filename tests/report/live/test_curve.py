@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, integers, lists, none, one_of
 
-from narrowcast.report.live.curve import Curve
+from narrowcast.report.live.live_data import Curve
 
 VALUES = one_of(none(), floats(allow_nan=True, allow_infinity=True, width=32))
 

@@ -30,7 +30,7 @@ SMALL_POINTS = 600
 MOST_UPRIGHTS = 40
 """Lines across the losses before they hide them; the marks below stay however many there are."""
 
-_TICKS: dict[str, dict[str, Any]] = {
+TICKS: dict[str, dict[str, Any]] = {
     "lost": {"tickformat": ".3~p"},
     "lr": {"exponentformat": "e"},
 }
@@ -213,7 +213,7 @@ def _small(name: str, title: str, whole: Series, *, span: Sequence[int]) -> Char
         layout["yaxis"].update(type="log", dtick=max(1, round(math.log10(high / low) / 4)))
     else:
         layout["yaxis"]["rangemode"] = "tozero"
-    layout["yaxis"].update(_TICKS.get(name, {}))
+    layout["yaxis"].update(TICKS.get(name, {}))
     few = thinned(whole, SMALL_POINTS)
     return Chart(
         name=name,

@@ -136,19 +136,14 @@ def _check_comparable(runs: Sequence[ComparedRun], metric: str) -> None:
         )
 
 
-def _common_step(runs: Sequence[ComparedRun]) -> int:
-    """Return the last step that all runs have a value of, or else the last of the shortest run."""
-    shared = set.intersection(*({p.step for p in run.points} for run in runs))
-    return max(shared) if shared else min(run.points[-1].step for run in runs)
-
-
 def _terms(runs: Sequence[ComparedRun], metric: Metric, *, target: float | None) -> ComparisonTerms:
     best = [x for run in runs if (x := run.best(metric)) is not None]
     goal = max(best) if metric.better == "lower" else min(best)  # the worst of the best
+    shared = set.intersection(*({p.step for p in run.points} for run in runs))
     return ComparisonTerms(
         metric=metric,
         units=runs[0].data.task.units,
-        step=_common_step(runs),
+        step=max(shared) if shared else min(run.points[-1].step for run in runs),
         seconds=min(run.points[-1].seconds for run in runs),
         target=goal if target is None else target,
     )

@@ -4,7 +4,6 @@ from typing import Any
 
 from narrowcast.report.compare.comparison import Comparison, causes, different_data
 from narrowcast.report.compare.groups import (
-    ComparisonTerms,
     Estimate,
     Group,
     difference,
@@ -43,11 +42,16 @@ def headline(comparison: Comparison) -> str:
     if len(causes(comparison.differing)) > 1:
         message += " (the runs differ in more than one setting)"
     rivals = [group for group in comparison.groups if group is not best and group.at_step]
-    gaps = [_gap(best, group, terms=terms) for group in rivals]
-    widths = [gap.half_width for gap in gaps if gap is not None and gap.half_width is not None]
-    if not rivals or len(widths) < len(rivals):
+    own = values_by_seed(best.runs, terms)
+    alike: list[str] = []
+    for rival in rivals:
+        gap = difference(own, values_by_seed(rival.runs, terms))
+        if gap is None or gap.half_width is None:
+            return f"{message}."
+        if abs(gap.mean) <= gap.half_width:
+            alike.append(rival.label)
+    if not rivals:
         return f"{message}."
-    alike = [g.label for g, gap in zip(rivals, gaps, strict=True) if gap and _may_be_nothing(gap)]
     if not alike:
         return f"{message}. The difference from every other group is statistically significant."
     return f"{message}. The difference from {' and '.join(alike)} is not statistically significant."
@@ -133,11 +137,3 @@ def _best(comparison: Comparison) -> Group | None:
         return None
     sign = 1 if comparison.terms.metric.better == "lower" else -1
     return min(matches, key=lambda g: sign * g.at_step.mean if g.at_step else 0.0, default=None)
-
-
-def _gap(a: Group, b: Group, *, terms: ComparisonTerms) -> Estimate | None:
-    return difference(values_by_seed(a.runs, terms), values_by_seed(b.runs, terms))
-
-
-def _may_be_nothing(gap: Estimate) -> bool:
-    return gap.half_width is None or abs(gap.mean) <= gap.half_width

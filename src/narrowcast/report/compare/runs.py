@@ -1,7 +1,6 @@
 """One run of a comparison: its curve over steps and over seconds, and what may be asked of it."""
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -60,13 +59,11 @@ class ComparedRun:
 
     def at_step(self, step: int) -> Point | None:
         """Return the last point up to `step`."""
-        location = bisect_right([p.step for p in self.points], step)
-        return self.points[location - 1] if location else None
+        return next((p for p in reversed(self.points) if p.step <= step), None)
 
     def at_seconds(self, seconds: float) -> Point | None:
         """Return the last point that was reached in `seconds`."""
-        position = bisect_right([p.seconds for p in self.points], seconds)
-        return self.points[position - 1] if position else None
+        return next((p for p in reversed(self.points) if p.seconds <= seconds), None)
 
     def reached(self, target: float, metric: Metric) -> Point | None:
         """Return the first point as good as `target`."""
@@ -99,13 +96,8 @@ def comparable_metrics(data: RunData) -> dict[str, Metric]:
 
 def metric_points(data: RunData, metric: str) -> tuple[Point, ...]:
     """Return the values of `metric` over a run; those that are not finite are left out."""
-    clock = dict(
-        zip(
-            (r.step for r in data.steps),
-            accumulate(r.seconds if math.isfinite(r.seconds) else 0.0 for r in data.steps),
-            strict=True,
-        )
-    )
+    spent = accumulate(r.seconds if math.isfinite(r.seconds) else 0.0 for r in data.steps)
+    clock = dict(zip((r.step for r in data.steps), spent, strict=True))
     if metric == TRAINING.name:
         matches = _smoothed([(r.step, r.loss) for r in data.steps])
     elif metric.startswith(PART):

@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from narrowcast.report.charts import drawing
+from narrowcast.report.charts.run_charts import TICKS
 from narrowcast.report.charts.series import Series
 from narrowcast.report.rendering import asset, csp_source, new_environment, script_json
 
@@ -152,8 +153,7 @@ def _scale() -> dict[str, Any]:
 def _small(name: str, title: str) -> dict[str, Any]:
     layout = drawing.layout(_SPAN, height=200)
     layout["showlegend"] = False
-    ticks = {"lost": {"tickformat": ".3~p"}, "lr": {"exponentformat": "e"}}
-    layout["yaxis"].update({"rangemode": "tozero"} | ticks.get(name, {}))
+    layout["yaxis"].update({"rangemode": "tozero"} | TICKS.get(name, {}))
     return {
         "title": title,
         "data": [_line(title.lower(), color="@series", width=1.25)],
