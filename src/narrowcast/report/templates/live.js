@@ -320,7 +320,7 @@
 
   function course(trace) {
     const finite = trace?.y.filter((y) => y !== null) ?? [];
-    return finite.length ? `${+finite[0].toPrecision(4)} at first, ${+finite.at(-1).toPrecision(4)} at last` : "";
+    return finite.length ? `${+finite[0].toPrecision(4)} at the start, ${+finite.at(-1).toPrecision(4)} at the end` : "";
   }
 
   function described(name, data) {
