@@ -1,6 +1,6 @@
 """Rows of data: labels and classes, splitting, cutting, both strands."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, final
 
@@ -120,15 +120,11 @@ def _check_known(strange: Sequence[tuple[Row, str]], classes: Sequence[str]) -> 
 
 def windows(rows: Sequence[Row], length: int, stride: int | None) -> list[Row]:
     """Cut long rows into windows, `stride` apart; the last may be shorter."""
-    return [window for row in rows for window in _windows(row, length, stride or length)]
-
-
-def _windows(row: Row, length: int, stride: int) -> Iterator[Row]:
-    if len(row.sequence) <= length:
-        yield row
-        return
-    for start, text in sliding_windows(row.sequence, length, stride):
-        yield _part(row, slice(start, start + len(text)), start=row.start + start)
+    return [
+        _part(row, slice(start, start + len(text)), start=row.start + start)
+        for row in rows
+        for start, text in sliding_windows(row.sequence, length, stride or length)
+    ]
 
 
 def _part(row: Row, part: slice, *, start: int = 0) -> Row:

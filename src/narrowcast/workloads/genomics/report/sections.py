@@ -46,19 +46,16 @@ def _measures_table(sets: Sets, info: TaskInfo) -> str:
                 text = f"{number:{form}}" if math.isfinite(number) else f"{number}"
             cells.append(f'<td class="number">{escape(text)}</td>')
         rows.append(f'<tr><th scope="row">{escape(_spoken(name))}</th>{"".join(cells)}</tr>')
+    counts = {name: int(each["rows"]) for name, each in sets.items()}
     heads = "".join(
-        f'<th scope="col" class="number">{escape(name)}, {_count(counts)}</th>'
-        for name, counts in sets.items()
+        f'<th scope="col" class="number">{escape(name)}, {count:,} '
+        f"{'row' if count == 1 else 'rows'}</th>"
+        for name, count in counts.items()
     )
     return (
         f'<div class="scroll"><table class="narrow"><thead><tr><th scope="col">metric</th>'
         f"{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
-
-
-def _count(info: Mapping[str, Any]) -> str:
-    rows = int(info["rows"])
-    return f"{rows:,} row{'' if rows == 1 else 's'}"
 
 
 def _spoken(name: str) -> str:

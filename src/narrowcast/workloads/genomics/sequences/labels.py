@@ -90,7 +90,7 @@ def letter_labels(record: Record, column: str, classes: Sequence[str]) -> Ids:
 
     `-`, or null in a list, becomes IGNORE unless a class has that name.
     """
-    value = _field(record, column)
+    value = record.fields[column]
     if isinstance(value, str) and len(value.split()) > 1:
         value = value.split()
     items = list(value) if isinstance(value, str | list) else None
@@ -122,15 +122,6 @@ def _lay(labels: Ids, part: Part, number: int, *, circular: bool, what: str) -> 
         )
     labels[start : min(end, length)] = number
     labels[: max(end - length, 0)] = number
-
-
-def _field(record: Record, column: str) -> Any:
-    if column not in record.fields:
-        raise ConfigError(
-            f"{record.location} has no column {column}, got "
-            f"{shortened(', '.join(record.fields) or 'none', 200)} besides its sequence."
-        )
-    return record.fields[column]
 
 
 def _letter(value: Any, column: str, classes: Sequence[str], record: Record) -> int:

@@ -103,7 +103,12 @@ def variant_pairs(
     Beyond the ends of a contig letters are N. Insertions push letters out at the right end.
     """
     for variant in variants:
-        _check_symbols(variant)
+        if not DNA.fits(variant.alternative) or not variant.alternative.isalpha():
+            raise ConfigError(
+                f"{variant.location}: the alternative must be a sequence, got "
+                f"{shortened(variant.alternative)!r}. Remove such variants (bcftools view -v "
+                "snps,indels)."
+            )
         longest = max(len(variant.reference), len(variant.alternative))
         if longest > length:
             raise ConfigError(
@@ -113,12 +118,19 @@ def variant_pairs(
         contig = reference.find_contig(variant)
         start = variant.position - contig.first
         end = start + len(variant.reference)
-        _check_reference(variant, contig.sequence[start:end], reference)
+        letters = contig.sequence[start:end]
+        if letters != variant.reference:
+            raise ConfigError(
+                f"{variant.location}: the reference of {shortened(variant.chrom)}:"
+                f"{variant.position} is {shortened(variant.reference)}, but "
+                f"{shown_path(reference.file)} has {shortened(letters)}. Check the assembly, and "
+                "that positions count from 1."
+            )
         at = (length - longest) // 2
         left = _letters(contig.sequence, start - at, start)
         right = _letters(contig.sequence, end, end + length)
         yield VariantPair(
-            (left + contig.sequence[start:end] + right)[:length],
+            (left + letters + right)[:length],
             (left + variant.alternative + right)[:length],
             at,
             variant,
@@ -135,21 +147,3 @@ def _letters(sequence: str, start: int, end: int) -> str:
 def _plain(chrom: str) -> str:
     plain = chrom[3:] if chrom.lower().startswith("chr") else chrom
     return "MT" if plain == "M" else plain
-
-
-def _check_symbols(variant: Variant) -> None:
-    if not DNA.fits(variant.alternative) or not variant.alternative.isalpha():
-        raise ConfigError(
-            f"{variant.location}: the alternative must be a sequence, got "
-            f"{shortened(variant.alternative)!r}. Remove such variants (bcftools view -v "
-            "snps,indels)."
-        )
-
-
-def _check_reference(variant: Variant, result: str, reference: Reference) -> None:
-    if result != variant.reference:
-        raise ConfigError(
-            f"{variant.location}: the reference of {shortened(variant.chrom)}:{variant.position} "
-            f"is {shortened(variant.reference)}, but {shown_path(reference.file)} has "
-            f"{shortened(result)}. Check the assembly, and that positions count from 1."
-        )
