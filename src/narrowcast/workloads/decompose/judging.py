@@ -27,9 +27,9 @@ RIGHT_COSINE, RIGHT_NORMS = 0.99, (0.95, 1.06)
 """What a component has in common with the column it stands for, at least: the bounds that
 published decompositions of toys keep within."""
 TOLD = ("stochastic", "ci", "rounded", "unmasked")
-"""Masks of a language model that an evaluation tells of; the report has them all."""
+"""Masks of a language model in an evaluation; the report has them all."""
 MOST_SITES = 8
-"""Sites that are told of one by one in an evaluation; of more, all together and by group."""
+"""Sites with metrics of their own; more are reported together and by group."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""What is trained: the components of a frozen target, and who tells which of them matter."""
+"""The trained model: components of a frozen target, and functions that predict importances."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

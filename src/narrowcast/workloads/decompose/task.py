@@ -57,7 +57,7 @@ def build_task(recipe: Recipe, *, device: torch.device) -> Task:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decompose:
-    """Components of a target, the loss they are trained with, and how they are judged."""
+    """Components of a target, their loss, and their evaluation."""
 
     recipe: Recipe
     parts: Parts

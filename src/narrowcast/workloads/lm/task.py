@@ -1,4 +1,4 @@
-"""The task of predicting the next token: a GPT, its text, its loss, and how it is judged."""
+"""The task of predicting the next token: a GPT, its text, its loss, and its evaluation."""
 
 import math
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ BITS_PER_BYTE = Metric(name="bits_per_byte")
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModel:
-    """A GPT and the text it is trained and judged on."""
+    """A GPT and the text it is trained and evaluated on."""
 
     model: GPT
     train_data: Windows

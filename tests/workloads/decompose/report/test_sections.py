@@ -67,6 +67,13 @@ def test_a_heat_map_has_the_tint_of_every_cell(toy):
         assert tints.get(at, 0.0) == pytest.approx(value / strongest, abs=0.051)
 
 
+def test_order_of_shared_components_is_explained_if_a_site_has_them(drawn, toy):
+    note = "Components that all features share are ordered by their sum."
+    assert note not in drawn(toy)[IMPORTANCES]
+    dense = toy.sites[0].model_copy(update={"shape": "dense"})
+    assert note in drawn(toy.model_copy(update={"sites": (dense,)}))[IMPORTANCES]
+
+
 def test_importances_of_a_perfect_seed_are_a_diagonal_of_full_tints(drawn, toy):
     first = drawn(toy)[IMPORTANCES].split("<h3>")[1]
     tints = painted(first)

@@ -15,7 +15,7 @@ from narrowcast.workloads.decompose.targets.toys import toy_target
 
 @pytest.fixture(scope="module")
 def learnt():
-    return toy_target("tms_5-2", seeds=5, seed=0, device="cpu")
+    return toy_target("tms_5-2", seeds=5, seed=0, device="cpu", steps=1500, batch_size=512)
 
 
 def test_every_seed_learns_the_pentagon(learnt):

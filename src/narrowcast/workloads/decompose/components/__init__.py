@@ -1,1 +1,1 @@
-"""What a target's matrices are taken apart into: sites, their components, and masked passes."""
+"""Sites of a target, their components, and masked passes."""

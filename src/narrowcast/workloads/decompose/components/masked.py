@@ -67,7 +67,7 @@ def masked_output(
     seed: Tensor | None = None,
     stream: int = 0,
 ) -> Tensor:
-    """Return (seeds, rows, d_out) of `x`, (seeds, rows, d_in), with components as the mask says.
+    """Return the masked output (seeds, rows, d_out) of `x`, (seeds, rows, d_in).
 
     `V` is (seeds, d_in, C), `U` (seeds, C, d_out), `weight_t` (seeds or 1, d_in, d_out), and `bias`
     (seeds or 1, d_out). Gradients go to x, V, U and the mask's tensors.

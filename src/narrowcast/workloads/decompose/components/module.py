@@ -46,7 +46,7 @@ class Line:
 
 
 class ComponentModule(nn.Module):
-    """A matrix of the target's, frozen, computed by components where the pass says so."""
+    """A frozen matrix of the target, computed by components if the pass has a mask for it."""
 
     def __init__(
         self, name: str, kind: Kind, weight: Tensor, bias: Tensor | None, *, seeds: int, line: Line

@@ -1,4 +1,4 @@
-"""Sites: the modules of a target that are taken apart, found by the names they have there."""
+"""Sites: the modules of a target to decompose, found by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ MOST_NAMED = 8
 """Modules that a message names."""
 
 IDENTITY = "pre_identity"
-"""The name, within the module it precedes, of an identity that is taken apart."""
+"""The name of an inserted identity, within the module it precedes."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A matrix of the target's, and how many components it is taken apart into."""
+    """A matrix of the target, and its number of components."""
 
     name: str
     kind: Kind

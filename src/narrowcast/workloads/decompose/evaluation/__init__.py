@@ -1,1 +1,1 @@
-"""How a decomposition is judged: against what is known of the target, and by what it costs."""
+"""Evaluation of a decomposition: against known components, and by the loss of masks."""

@@ -39,7 +39,7 @@ class SeededDense(nn.Module):
 
 
 class SharedMLP(nn.Module):
-    """An MLP for every seed that sees a whole vector and tells all its outputs at once."""
+    """An MLP per seed from a vector to all outputs."""
 
     def __init__(self, seeds: int, d_in: int, hidden: Sequence[int], d_out: int) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ WIDE = 100
 MOST_POINTS = 400
 """Of a curve; a longer one is thinned."""
 TINTS = 10
-"""Shades of a colour that are told apart; what is below half of the first is left blank."""
+"""Shades of a colour; what is below half of the first is left blank."""
 POSITIVE, NEGATIVE = "var(--series)", "var(--evaluated)"
 
 

@@ -15,7 +15,7 @@ MOST_CELLS = 128
 FEW_CELLS = 32
 """The same of one component's matrix, of which there are many on a page."""
 DECADES = (-6, 0)
-"""Densities that a histogram tells apart: from one in a million."""
+"""Range of a histogram of densities, as powers of ten."""
 BINS = 24
 
 

@@ -103,7 +103,7 @@ class Site(_Value):
 
 
 class MaskedLoss(_Value):
-    """How a language model fares with one kind of masks: a row of the table people publish."""
+    """The loss of a language model with one kind of mask: a row of the published table."""
 
     mask: str
     """target, unmasked, stochastic, ci, rounded, random or zero."""

@@ -95,6 +95,8 @@ def _importances(result: Decomposition) -> str:
         f"Seed {result.drawn_seed}.{probe} Columns: components, ordered by the row in which they "
         "are most important. The darkest shade is an importance of 1."
     )
+    if any(site.shape == "dense" for site in drawn):
+        note += " Components that all features share are ordered by their sum."
     return _side_by_side(figures) + _cut(len(drawn), MOST_MAPS, "sites") + _noted(note)
 
 

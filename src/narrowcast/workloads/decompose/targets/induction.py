@@ -84,7 +84,7 @@ class AttentionHead(nn.Module):
 
 @final
 class InductionTransformer(nn.Module):
-    """One transformer for each seed; says which token follows the last."""
+    """One transformer per seed that predicts the next token."""
 
     def __init__(
         self, rows: InductionRows, width: int, *, seeds: int, generator: Generator

@@ -27,7 +27,7 @@ random weights is worse than that; one that knows how frequent words are is bett
 COPIES = 8
 """Of a text that there may be at once: as bytes, as text, and as the tokens of either in lists."""
 HELD_OUT_EVERY = 20
-"""Every so many windows one is kept to judge on."""
+"""Every so many windows one is held out."""
 
 Tokens = npt.NDArray[np.int32]
 
