@@ -142,7 +142,7 @@ def test_a_part_of_a_checkpoint_that_no_run_saves_is_refused_by_name(damaged, ca
     write_state(file, described)
     assert run_command(["resume", str(damaged), "-q"]) == 2
     said = capsys.readouterr().err
-    named = {"prepared": "the state of the model of the checkpoint"}.get(part, part)
+    named = {"prepared": "the model state from the checkpoint"}.get(part, part)
     assert named in said or "there is no tensor none" in said or f"{part} is not" in said
     assert "step 2" in said or "step-000002" in said
 

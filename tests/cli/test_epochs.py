@@ -52,7 +52,7 @@ def test_a_run_is_as_long_as_its_epochs(narrowcast, tiny, text, tmp_path, steps_
     # A third one: as many more steps, of which the warm-up is a share again.
     more = narrowcast("resume", out, "epochs=3")
     assert (more.code, more.err) == (0, "")
-    assert "the warm-up is a share of" in more.out
+    assert "the warm-up is now a share of" in more.out
     assert steps_of(out) == list(range(1, steps_in(3) + 1))
     assert resolved(out)["steps"] == {"value": steps_in(3), "origin": "epochs"}
     # And steps in place of them.

@@ -66,14 +66,14 @@ def test_other_data_of_equal_length_is_refused_and_accepted_by_a_word(narrowcast
     before = files(half)
     ended = narrowcast("resume", half)
     assert ended.code == 2
-    assert "the data is not that of the checkpoint of step 4" in ended.err
-    assert "with other values in them" in ended.err
-    assert "add --accept data (in Python accept=['data']) to go on" in ended.err
+    assert "The training data differs from that of the checkpoint of step 4" in ended.err
+    assert "but with other values" in ended.err
+    assert "add --accept data (in Python accept=['data']) to continue" in ended.err
     assert files(half) == before
     assert narrowcast("resume", half, "--accept", "data").code == 0
     with RunFolder.open(half) as run:
         found = [r for r in run.records() if isinstance(r, FindingRecord) and r.role == "data"]
-        assert [record.what for record in found] == ["the run goes on with other data"]
+        assert [record.what for record in found] == ["the run continues with other data"]
         assert run.read_json("environment.json")["sessions"][-1]["accepted"] == ["data"]
     assert "has finished its 6 steps" in narrowcast("resume", half).out
 
@@ -96,7 +96,7 @@ def test_a_relative_path_is_meant_from_where_the_run_began(
     monkeypatch.chdir("/")
     ended = narrowcast("resume", tmp_path / "relative")
     assert ended.code == 2
-    assert f"the run began in {tmp_path}" in ended.err
+    assert f"The run started in {tmp_path}" in ended.err
     assert narrowcast("resume", tmp_path / "relative", f"data.text={text}").code == 0
 
 
@@ -104,7 +104,7 @@ def test_more_data_is_refused_and_accepted_by_a_word(narrowcast, half, text):
     text.write_text(text.read_text() * 2)
     ended = narrowcast("resume", half)
     assert ended.code == 2
-    assert "samples, and has" in ended.err
+    assert "samples and now has" in ended.err
     assert narrowcast("resume", half, "--accept", "data").code == 0
 
 
@@ -184,7 +184,7 @@ def test_a_run_that_lost_a_file_says_how_to_go_on_without_it(narrowcast, half):
 def test_a_part_of_a_run_is_not_taken_for_one(narrowcast, half):
     ended = narrowcast("resume", half / "checkpoints" / "step-000004")
     assert ended.code == 2
-    assert f"is a part of the run in {half}; name that folder" in ended.err
+    assert f"is part of the run in {half}. Name that folder" in ended.err
 
 
 def test_records_that_lack_steps_are_refused_and_accepted_by_a_word(narrowcast, half):
@@ -194,9 +194,7 @@ def test_records_that_lack_steps_are_refused_and_accepted_by_a_word(narrowcast, 
     before = files(half)
     ended = narrowcast("resume", half)
     assert ended.code == 2
-    assert "lacks 2 of the 4 steps that its checkpoint has done, the first of them step 3" in (
-        ended.err
-    )
+    assert "lacks 2 of the 4 steps before its checkpoint, the first is step 3" in (ended.err)
     assert files(half) == before
     assert narrowcast("resume", half, "--accept", "records").code == 0
 
@@ -218,7 +216,9 @@ def test_records_that_say_something_else_are_refused(
     before = files(half)
     ended = narrowcast("resume", half)
     assert ended.code == 2
-    assert "is not what the run wrote: it has other values up to the checkpoint" in ended.err
+    assert (
+        "was changed after the run wrote it: it has other values up to the checkpoint" in ended.err
+    )
     assert files(half) == before
     assert narrowcast("resume", half, "--accept", "records").code == 0
     assert "has finished" in narrowcast("resume", half).out
@@ -231,7 +231,7 @@ def test_a_folder_in_the_place_of_a_file_is_said_before_anything_is_done(narrowc
     before = files(half)
     ended = narrowcast("resume", half)
     assert ended.code == 2
-    assert f"{name} is a folder, where the run keeps a file" in ended.err
+    assert f"{name} must be a file, got a folder" in ended.err
     assert files(half) == before
 
 

@@ -83,7 +83,7 @@ def test_the_next_free_port_is_taken_and_said(watching, run_path):
 def test_what_is_no_run_folder_is_bad_input(narrowcast, tmp_path, what):
     ended = narrowcast("watch", tmp_path / what)
     assert ended.code == 2
-    assert "name the --out folder of a run" in ended.err
+    assert "Name the --out folder of a run" in ended.err
 
 
 def test_watching_does_not_wait_for_torch():

@@ -39,7 +39,7 @@ def test_no_name_leads_out_of_the_folder_of_runs(name):
 def test_a_chosen_folder_that_holds_a_run_is_refused():
     RunFolder.create("mine", recipe_text="", resolved={}, environment={})
     place = out_dir("quickstart", "mine")
-    with pytest.raises(ConfigError, match="mine already holds a run; choose another --out"):
+    with pytest.raises(ConfigError, match=r"mine already has a run\. Choose another --out"):
         place.__enter__()
 
 
@@ -91,13 +91,13 @@ def test_a_folder_of_runs_that_another_run_is_in_stays():
 def test_what_is_in_the_way_of_a_run_that_nobody_named_is_said(tiny, capsys):
     Path("runs").write_text("no folder")
     assert run_command(["train", tiny]) == 2
-    assert "cannot make a run folder at runs/tiny" in capsys.readouterr().err
+    assert "Cannot create a run folder at runs/tiny" in capsys.readouterr().err
 
 
 def test_a_link_to_nowhere_in_the_place_of_all_runs_is_said(tiny, capsys):
     Path("runs").symlink_to("nowhere")
     assert run_command(["train", tiny]) == 2
-    assert "cannot make a run folder at runs/tiny" in capsys.readouterr().err
+    assert "Cannot create a run folder at runs/tiny" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -111,19 +111,19 @@ def test_a_recipe_is_planned_without_its_weights():
 def test_a_phase_of_a_schedule_is_planned_by_number(tiny):
     words = ["precision.schedule=[{policy: fp32, until: 3}, {policy: bf16}]"]
     assert str(nc.plan_recipe(tiny, words, phase=2).policy) == "compute=bf16"
-    with pytest.raises(ConfigError, match="phase=3: this recipe has 2"):
+    with pytest.raises(ConfigError, match=r"phase must be from 1 to 2, .*got 3"):
         nc.plan_recipe(tiny, words, phase=3)
 
 
 def test_words_beside_a_loaded_recipe_are_refused(tiny):
-    with pytest.raises(ConfigError, match=r"give the words to load_recipe\(\)"):
+    with pytest.raises(ConfigError, match=r"Pass them to load_recipe\(\)"):
         nc.train(nc.load_recipe(tiny), ["steps=3"])
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_anything_is_built(tiny, tmp_path):
     with nc.train(tiny, ["steps=1"], out=tmp_path / "run") as run:
         list(run)
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already has a run"):
         nc.train(tiny, SIX, out=tmp_path / "run")
 
 
@@ -134,7 +134,7 @@ def test_what_the_trainer_refuses_leaves_no_folder(tiny, tmp_path):
 
 
 def test_trackers_without_a_folder_are_refused(tiny):
-    with pytest.raises(ConfigError, match="trackers keep their files in the run's folder"):
+    with pytest.raises(ConfigError, match="trackers need a run folder"):
         nc.train(tiny, ["trackers=[tensorboard]"])
 
 
@@ -152,7 +152,7 @@ def test_a_run_that_is_going_on_is_not_continued_in_the_same_process(tiny, tmp_p
     with nc.train(tiny, SIX, out=folder) as run:
         for record in run:
             if record.step == 3:
-                with pytest.raises(CheckpointError, match="this process is writing to"):
+                with pytest.raises(CheckpointError, match="This process is already writing to"):
                     nc.resume(folder)
     assert len(steps_of(run.folder.records())) == 6
 
@@ -184,7 +184,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_that_a_run_diverged(tiny,
     assert raised.value.exit_code == 4
     assert "the run has diverged" in str(raised.value)
     assert "report.html because it is a folder" in str(raised.value)
-    assert "what led to it" not in str(raised.value)
+    assert "Report:" not in str(raised.value)
 
 
 def test_finish_trains_as_the_loop_does_and_says_what_came_of_it(tiny, tmp_path, capsys):

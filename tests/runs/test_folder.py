@@ -41,14 +41,14 @@ def test_a_folder_that_holds_a_run_is_refused_with_how_to_continue_it(create):
 def test_a_folder_with_other_files_is_refused_and_left_alone(create, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years")
-    with pytest.raises(ConfigError, match=r"holds files that are not a run .*choose another --out"):
+    with pytest.raises(ConfigError, match=r"has files that are not a run .*Choose another --out"):
         create()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
 def test_a_file_in_place_of_the_folder_is_refused(create, tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(ConfigError, match="is a file, not a folder; choose another --out"):
+    with pytest.raises(ConfigError, match=r"must be a folder, got a file\. Choose another --out"):
         create()
 
 
@@ -56,7 +56,7 @@ def test_a_file_in_place_of_the_folder_is_refused(create, tmp_path):
 def test_a_path_that_cannot_become_a_folder_is_refused(create, tmp_path, target):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at" / "all")
-    with pytest.raises(ConfigError, match=r"cannot make a run folder at .*choose another --out"):
+    with pytest.raises(ConfigError, match=r"Cannot create a run folder at .*choose another --out"):
         create(f"{target}/run" if target == "file" else target)
 
 
@@ -87,9 +87,9 @@ def test_of_several_runs_that_start_at_once_in_one_folder_one_is_made_and_stays_
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "does not exist; name the --out folder of a run"),
-        (lambda path: path.write_text(""), "is a file; name the --out folder of a run"),
-        (lambda path: path.mkdir(), "is not a run folder: it has no records.jsonl"),
+        (lambda path: None, r"does not exist\. Name the --out folder of a run"),
+        (lambda path: path.write_text(""), r"is a file\. Name the --out folder of a run"),
+        (lambda path: path.mkdir(), "is not a run folder, because it has no records.jsonl"),
     ],
 )
 def test_what_is_no_run_folder_is_not_opened(tmp_path, make, message):
@@ -145,9 +145,9 @@ def test_what_cannot_be_json_leaves_the_old_file(create):
 )
 def test_only_json_files_of_the_folder_itself_are_written_or_read(create, name):
     run = create()
-    with pytest.raises(CheckpointError, match=r"is not the name of a file in a run folder"):
+    with pytest.raises(CheckpointError, match=r"name of a file in a run folder must be like"):
         run.write_json(name, {})
-    with pytest.raises(CheckpointError, match=r"is not the name of a file in a run folder"):
+    with pytest.raises(CheckpointError, match=r"name of a file in a run folder must be like"):
         run.read_json(name)
 
 
@@ -177,7 +177,7 @@ def test_damaged_notes_on_processes_are_put_aside(create, content):
     run = create()
     (run.path / "environment.json").write_text(content)
     (told,) = run.add_session({"python": "3.12"})
-    assert told.endswith("it is kept as environment.json.damaged")
+    assert told.endswith("It was renamed to environment.json.damaged")
     assert run.read_json("environment.json") == {"sessions": [{"python": "3.12"}]}
     assert (run.path / "environment.json.damaged").read_text() == content
 
@@ -193,7 +193,7 @@ def test_the_task_is_written_once_and_read_again(create):
 def test_another_task_than_the_run_began_with_is_refused(create):
     run = create()
     run.set_task_info(TaskInfo(unit="base"))
-    with pytest.raises(CheckpointError, match=r"counts bases, .*the task here counts samples"):
+    with pytest.raises(CheckpointError, match=r"counts bases, .*This task counts samples"):
         run.set_task_info(TaskInfo(loss_parts=("a", "b")))
     assert run.task_info() == TaskInfo(unit="base")
 

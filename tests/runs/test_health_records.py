@@ -130,14 +130,14 @@ def test_a_line_of_600_tensors_is_read_in_milliseconds_and_is_below_50_kilobytes
 
 @pytest.mark.parametrize("name", [*NAMES, *NUMBERS])
 def test_columns_of_different_lengths_are_refused(record, name):
-    with pytest.raises(ValueError, match=f"differ in length: .*{name} 4"):
+    with pytest.raises(ValueError, match=f"must have the same length, got .*{name} 4"):
         replace(record, **{name: getattr(record, name)[1:]})
 
 
 @pytest.mark.parametrize("name", SHARES)
 @pytest.mark.parametrize("bad", [-0.1, 1.5, math.nan, math.inf])
 def test_what_is_no_share_is_refused(record, name, bad):
-    with pytest.raises(ValueError, match=f"{name} holds something that is no share"):
+    with pytest.raises(ValueError, match=f"{name} must be shares from 0 to 1"):
         replace(record, **{name: (0.0, bad, 0.0, 0.0, 0.0)})
 
 
@@ -146,18 +146,18 @@ def test_what_is_no_share_is_refused(record, name, bad):
     [
         ('"step":7', '"step":true', "step is not a whole number"),
         ('"step":7,', "", "step is not a whole number"),
-        ('"module":[0,', '"module":[-1,', "module is not a list of places in modules"),
+        ('"module":[0,', '"module":[-1,', "module is not a list of indices into modules"),
         ('"module":[0,', '"module":[99,', "module points beyond modules"),
-        ('"module":[0,', '"module":[0.5,', "module is not a list of places"),
-        ('"module":[0,', '"module":[', "the columns differ in length"),
+        ('"module":[0,', '"module":[0.5,', "module is not a list of indices"),
+        ('"module":[0,', '"module":[', "columns must have the same length"),
         ('"formats":["e4m3"]', '"formats":[4]', "formats are not text"),
         ('"formats":["e4m3"]', '"formats":"e4m3"', "formats is not a list"),
         ('"roles":["input"],', "", "roles is missing"),
-        ('"nonfinite":[0,', '"nonfinite":[null,', "nonfinite holds something that is not a number"),
-        ('"nonfinite":[0,', '"nonfinite":[false,', "nonfinite holds something that is not a"),
-        ('"nonfinite":[0,', '"nonfinite":["big",', "nonfinite holds something that is not a"),
-        ('"nonfinite":[0,', '"nonfinite":[2,', "no share between 0 and 1"),
-        ('"step":7', '"step":7,"x":1', "x does not belong there"),
+        ('"nonfinite":[0,', '"nonfinite":[null,', "nonfinite has a value that is not a number"),
+        ('"nonfinite":[0,', '"nonfinite":[false,', "nonfinite has a value that is not a"),
+        ('"nonfinite":[0,', '"nonfinite":["big",', "nonfinite has a value that is not a"),
+        ('"nonfinite":[0,', '"nonfinite":[2,', "must be shares from 0 to 1"),
+        ('"step":7', '"step":7,"x":1', "x is not a known field"),
     ],
 )
 def test_a_line_that_is_no_record_of_health_is_refused(record, before, after, message):

@@ -50,16 +50,16 @@ def test_a_process_does_not_get_a_lock_that_it_holds_and_does_not_lose_it_either
     lock, second = Lock(tmp_path / LOCK), Lock(tmp_path / LOCK)
     lock.acquire()
     lock.acquire()  # which holds it already
-    with pytest.raises(CheckpointError, match="this process is writing to"):
+    with pytest.raises(CheckpointError, match="This process is already writing to"):
         second.acquire()
     second.release()
     assert is_held(tmp_path / LOCK) is True
-    assert "another process is writing" in taken_elsewhere(tmp_path / LOCK)
+    assert "Another process is writing" in taken_elsewhere(tmp_path / LOCK)
     lock.release()
     assert is_held(tmp_path / LOCK) is False
     assert taken_elsewhere(tmp_path / LOCK) == ""
     second.acquire()
-    assert "another process is writing" in taken_elsewhere(tmp_path / LOCK)
+    assert "Another process is writing" in taken_elsewhere(tmp_path / LOCK)
     second.release()
 
 

@@ -145,7 +145,7 @@ def test_a_second_writer_is_refused_while_the_first_lives_and_welcome_once_it_is
     writer = start_writer(path)
     wait_for(lambda: (path / "records.jsonl").stat().st_size > 0)
     with RunFolder.open(path) as run:
-        with pytest.raises(CheckpointError, match=r"another process is writing to .*run"):
+        with pytest.raises(CheckpointError, match=r"Another process is writing to .*run"):
             run.rewind(0)
         assert run.records() != []
         writer.kill()

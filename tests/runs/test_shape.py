@@ -34,7 +34,7 @@ def test_what_is_nested_too_deep_or_too_large_is_unreadable():
     assert unreadable(deep) is None
     assert unreadable([deep]) == f"it is nested more than {DEEPEST} levels deep"
     assert unreadable({"a": [2**63 - 1, -(2**62), True]}) is None
-    assert unreadable({"a": [10**400]}) == "it holds a whole number beyond 2**63"
+    assert unreadable({"a": [10**400]}) == "it has a whole number above 2**63"
 
 
 def test_a_list_of_several_shapes_is_one_of_that_length():

@@ -40,7 +40,7 @@ def test_records_beyond_the_limit_are_refused_and_the_file_ends_in_a_whole_line(
     run = create()
     told = fill(run.path, "records")
     assert told.startswith("told: cannot write to ")
-    assert "raise the limit" in told
+    assert "raise it" in told
     assert f"narrowcast resume {run.path}" in told
     content = (run.path / "records.jsonl").read_bytes()
     # As many whole lines as fit: the next would have gone over the limit.

@@ -174,7 +174,7 @@ def test_a_count_of_items_that_is_no_whole_number_is_refused(items):
     device = torch.device("cpu")
     with (
         BatchStream(Squares(8), 4, seed=0, device=device, count=lambda batch: items) as stream,
-        pytest.raises(ConfigError, match="items of the task returned"),
+        pytest.raises(ConfigError, match="items must return the number"),
     ):
         next(stream)
 
@@ -220,5 +220,5 @@ def test_a_sample_that_fails_is_named_and_no_worker_outlives_it(workers):
     with pytest.raises(OSError, match="picture 17 is corrupt") as caught, stream:
         list(itertools.islice(stream, 5))
     told = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
-    assert "sample 17 of the task's data" in told
+    assert "sample 17 of the task's train_data" in told
     assert not multiprocessing.active_children()

@@ -66,7 +66,7 @@ def test_products_are_rounded_as_in_training(ready):
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        ({"error": 1.0, "recall": 0.5}, r"returned recall, and info\.metrics declares error; add"),
+        ({"error": 1.0, "recall": 0.5}, r"declares \(error\), got recall\. Add"),
         ({}, "returned nothing, and not error, the first of info"),
     ],
 )

@@ -103,7 +103,7 @@ def test_tied_weights_are_given_once():
 
 
 def test_a_model_without_anything_to_train_is_refused():
-    with pytest.raises(ConfigError, match="no parameter that trains"):
+    with pytest.raises(ConfigError, match="no trainable parameter"):
         build_optimizer(OptimizerSection(), small_model().requires_grad_(False), device=CPU)
 
 

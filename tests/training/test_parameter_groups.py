@@ -86,10 +86,10 @@ def test_a_weight_that_stages_share_learns_with_the_first():
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        (lambda m: [group(m), group(m[1])], r"1\.weight, 1\.bias: in two parameter groups"),
-        (lambda m: [group(m[0], m[1])], r"2\.weight, 2\.bias: in no parameter group"),
+        (lambda m: [group(m), group(m[1])], r"got 1\.weight, 1\.bias in two"),
+        (lambda m: [group(m[0], m[1])], r"got 2\.weight, 2\.bias in none"),
         (lambda m: [group(m, nn.Linear(7, 5))], r"one of shape \(5, 7\), .*does not have"),
-        (lambda m: [group(m, frozen=True)], "no parameter that trains"),
+        (lambda m: [group(m, frozen=True)], "no trainable parameter"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_names(groups, said):

@@ -34,5 +34,5 @@ def test_a_run_that_ends_before_writes_what_it_saw(ready, tmp_path):
 
 def test_a_trace_without_a_folder_is_refused(ready):
     made = ready(steps=3, profile=ASKED)
-    with pytest.raises(ConfigError, match="needs a folder"):
+    with pytest.raises(ConfigError, match="needs a run folder"):
         train(made.prepared, made.task, made.recipe)

@@ -116,5 +116,7 @@ def test_a_checkpoint_of_other_hooks_is_refused(run, ready, tmp_path):
     state = load_checkpoint(latest(tmp_path / "checkpoints"))
     state["samples"] = 100
     made = ready("fp16", steps=10)
-    with pytest.raises(CheckpointError, match="state of the hooks small, and the task has none"):
+    with pytest.raises(
+        CheckpointError, match="state for the hooks small, and the task has the hooks none"
+    ):
         train(made.prepared, made.task, made.recipe, resume=state)

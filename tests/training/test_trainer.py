@@ -416,7 +416,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_loaded(ready, t
     before = {k: v.clone() for k, v in made.task.model.state_dict().items()}
     with pytest.raises(
         CheckpointError,
-        match=r"step 3 is of another model: fall\.weight is 1×16 in the checkpoint and 2×16 here",
+        match=r"step 3 has another model: fall\.weight is 1×16 in the checkpoint and 2×16 here",
     ):
         train(made.prepared, made.task, made.recipe, resume=state)
     assert first_difference(made.task.model.state_dict(), before) is None
@@ -426,7 +426,7 @@ def test_a_checkpoint_of_other_data_is_refused(ready, tmp_path):
     state = saved_state(ready(steps=3), tmp_path)
     made = ready(steps=6, samples=90)
     with pytest.raises(
-        CheckpointError, match="it had 100 samples, and has 90 now; put the data back"
+        CheckpointError, match=r"it had 100 samples and now has 90\. Restore the data"
     ):
         train(made.prepared, made.task, made.recipe, resume=state)
 
@@ -442,7 +442,9 @@ def test_a_checkpoint_of_an_older_version_is_refused_with_what_it_lacks(ready, t
 def test_a_run_that_is_past_the_steps_asked_for_is_refused(ready, tmp_path):
     state = saved_state(ready(steps=6), tmp_path)
     made = ready(steps=3)
-    with pytest.raises(ConfigError, match="steps=3: the run is at step 6 already"):
+    with pytest.raises(
+        ConfigError, match="steps must be at least 6, the step that the run has reached, got 3"
+    ):
         train(made.prepared, made.task, made.recipe, resume=state)
 
 
@@ -521,7 +523,7 @@ def test_an_evaluation_that_is_no_number_is_told_plainly(ready):
     made = made.but(evaluate=lambda model: {"error": next(values)})
     found = [r for r in run(made) if isinstance(r, FindingRecord) and r.role == "evaluation"]
     assert [(r.step, r.what) for r in found] == [(2, "evaluation not finite")]
-    assert found[0].why.startswith("error is nan: its passes run in the formats of training")
+    assert found[0].why.startswith("error is nan; the evaluation ran in the formats of training")
 
 
 @pytest.mark.gpu

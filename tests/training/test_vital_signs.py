@@ -126,7 +126,7 @@ def test_an_evaluation_that_shows_nothing_does_not_hide_infinite_weights(ready):
 
 def test_without_a_finite_checkpoint_none_is_named(ready, tmp_path):
     made = ready(steps=2).but(hooks=(overflowing_from(1),))
-    assert "there is no checkpoint with finite weights" in ended(made, folder=tmp_path)[1]
+    assert "no checkpoint has finite weights" in ended(made, folder=tmp_path)[1]
 
 
 def test_averages_count_as_weights(ready, tmp_path):

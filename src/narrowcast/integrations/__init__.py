@@ -1,1 +1,1 @@
-"""Other people's trainers: callbacks that watch a model while they train it."""
+"""Callbacks that monitor a model in other trainers."""

@@ -1,4 +1,4 @@
-"""Lightning: a callback that watches the module a trainer fits."""
+"""Lightning: a callback that monitors the module a trainer fits."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from narrowcast.runs import FindingRecord
 def lightning_callback(
     *, policy: str | Policy = "fp32", every: int = 10, tell: Tell | None = None
 ) -> Any:
-    """Return a callback for a Lightning trainer that watches the module it fits.
+    """Return a callback for a Lightning trainer that monitors the module it fits.
 
     Findings go to `tell`, or to Lightning's warnings.
     """

@@ -1,4 +1,4 @@
-"""transformers: a callback that watches the model its Trainer trains."""
+"""transformers: a callback that monitors the model its Trainer trains."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from narrowcast.runs import FindingRecord
 def transformers_callback(
     *, policy: str | Policy = "fp32", every: int = 10, tell: Tell | None = None
 ) -> Any:
-    """Return a callback for transformers' Trainer that watches the model it trains.
+    """Return a callback for transformers' Trainer that monitors the model it trains.
 
     Findings go to `tell`, or to transformers' log as warnings.
     """

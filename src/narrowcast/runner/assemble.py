@@ -1,4 +1,4 @@
-"""From a recipe to a model that is ready to train; all that can be refused is refused here."""
+"""From a recipe to a prepared model; errors are raised before anything is trained."""
 
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
@@ -30,16 +30,16 @@ from narrowcast.workloads import build_task
 
 @dataclass(frozen=True, kw_only=True)
 class Assembled:
-    """Everything a run needs but its folder."""
+    """Everything a run needs except its folder."""
 
     recipe: Recipe
-    """What was asked for, with the number of steps that its epochs have over the data."""
+    """The requested recipe, with epochs converted to steps."""
     task: Task
     prepared: Prepared
     plans: tuple[Plan, ...]
-    """Of each phase; the model is prepared for the first."""
+    """One plan per phase; the model is prepared for the first."""
     strategy: Strategy
-    """What acts around the steps; plain training has nothing to do there."""
+    """What acts between steps; plain training does nothing."""
 
     def train(
         self,
@@ -62,7 +62,7 @@ class Assembled:
 
 
 def assemble(recipe: Recipe) -> Assembled:
-    """Build what `recipe` asks for on the device it asks for, or say why that cannot be."""
+    """Build the task, the prepared model and the strategy of `recipe` on its device."""
     hardware = check_settings(recipe)
     phases = planned(recipe, hardware)
     _require_memory(max(phases, key=lambda plan: sum(plan.bytes.values())))
@@ -79,11 +79,7 @@ def assemble(recipe: Recipe) -> Assembled:
 
 
 def check_settings(recipe: Recipe) -> Hardware:
-    """Raise for a device, policy or file that is not there, before a model is built or downloaded.
-
-    Returns:
-        The hardware of the recipe's device.
-    """
+    """Raise for a missing device, policy or file before a model is built; return the hardware."""
     hardware = detect_hardware(recipe.device)
     check_policies(recipe, hardware)
     check_files(recipe)
@@ -110,18 +106,18 @@ def check_policies(recipe: Recipe, hardware: Hardware) -> None:
 
 
 def planned(recipe: Recipe, hardware: Hardware) -> tuple[Plan, ...]:
-    """Plan each phase of `recipe` from its model's shapes alone: no weight is allocated."""
+    """Plan each phase of `recipe` from its model's shapes; allocates no weights."""
     check_policies(recipe, hardware)
     task = build_task(recipe, device=torch.device("meta"))
     return plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
 
 
 def _require_memory(plan: Plan) -> None:
-    """Refuse a model whose weights and optimizer alone are larger than the device."""
+    """Raise if weights, gradients and optimizer alone are larger than the device."""
     hardware, needed = plan.hardware, sum(plan.bytes.values())
     if hardware.memory_bytes is not None and needed > hardware.memory_bytes:
         raise UnsupportedError(
-            f"weights, gradients and optimizer take {size(needed)}, and {hardware.name} "
-            f"({hardware.device}) has {size(hardware.memory_bytes)}; choose a smaller model, or "
-            "keep fewer bytes per weight, e.g. precision.policy=bf16-pure"
+            f"Weights, gradients and optimizer state need {size(needed)}, and {hardware.name} "
+            f"({hardware.device}) has {size(hardware.memory_bytes)}. Use a smaller model, or fewer "
+            "bytes per weight, for example precision.policy=bf16-pure."
         )

@@ -1,4 +1,4 @@
-"""What `precision.task` decides in a run: its row for the model's size, on this machine."""
+"""The settings that `precision.task` selects for the model's size and this machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,23 +20,20 @@ REFUSABLE = (
     ("memory.activation_checkpointing",),
     ("memory.offload",),
 )
-"""Settings of a row that a plan may refuse; those in one group stand and fall together."""
+"""Settings that a plan may reject; those in one group are used or left out together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """A recipe with what its task has decided."""
+    """A recipe with the settings that its task selected."""
 
     loaded: LoadedRecipe
     row: Mapping[str, Any] | None = None
-    """As plan.json keeps it; None where the recipe names no task."""
+    """The row as in plan.json; None if the recipe names no task."""
 
 
 def decided(loaded: LoadedRecipe, hardware: Hardware) -> Decided:
-    """Give a recipe what suits its task, and say which row that was; one without is left as it is.
-
-    What would be refused, and would not be without the row, is left out and told.
-    """
+    """Add the settings of `precision.task` to a recipe, leaving out those that would raise."""
     recipe = loaded.recipe
     if recipe.precision.task is None:
         return Decided(loaded=loaded)
@@ -67,14 +64,14 @@ def decided(loaded: LoadedRecipe, hardware: Hardware) -> Decided:
 
 
 def _check_memory_settings(recipe: Recipe, hardware: Hardware) -> None:
-    """Refuse what saves memory and would be refused once the model is prepared."""
+    """Raise for memory settings that preparing the model would reject."""
     memory = recipe.memory
     if recipe.cuda_graph and (memory.activation_checkpointing != "none" or memory.offload):
-        raise UnsupportedError("cuda_graph=true: a captured step holds its memory")
+        raise UnsupportedError("cuda_graph=true holds the memory of a captured step")
     if "optimizer" not in memory.offload:
         return
     if recipe.optimizer.name not in ("adamw", "adam"):
-        raise UnsupportedError(f"{recipe.optimizer.name} keeps its own moments where they are")
+        raise UnsupportedError(f"{recipe.optimizer.name} cannot offload its optimizer state")
     if torch.cuda.is_available() and (
         why := launch.unsupported_reason(torch.device(hardware.device))
     ):
@@ -82,7 +79,7 @@ def _check_memory_settings(recipe: Recipe, hardware: Hardware) -> None:
 
 
 def _row_data(chosen: TaskPrecision, parameters: int, loaded: LoadedRecipe) -> dict[str, Any]:
-    """Return a row as plain data, with what came of each of its settings."""
+    """Return a row as plain data, with the value that each of its settings got."""
     resolved, wanted = loaded.resolved(), chosen.settings()
     return {
         "task": chosen.task,

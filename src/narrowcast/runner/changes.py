@@ -1,4 +1,4 @@
-"""What may change when a run is continued, and what that change means."""
+"""What may change when a run is resumed, and what the changes mean."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,31 +23,33 @@ from narrowcast.workloads import workload_sections
 
 RESOLVED, PLAN = "resolved.json", "plan.json"
 FROM_CHECKPOINT = "checkpoint"
-"""The origin of a setting that was taken from there."""
+"""Origin of a setting that comes from the checkpoint."""
 
 ACCEPTABLE = {
-    "data": "other data than the checkpoint was trained on",
-    "settings": "those of the checkpoint, where resolved.json has others or is damaged",
-    "records": "records that lack steps which the checkpoint has done",
+    "data": "train on other data than the checkpoint",
+    "settings": "use the settings of the checkpoint if resolved.json differs or is damaged",
+    "records": "continue although records of the checkpoint's steps are missing",
 }
-"""What can be gone on with in spite of a difference, and what the word means."""
+"""Differences that a resumed run may accept, and what accepting means."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continued:
-    """The recipe of a run as it was up to its checkpoint, and as it is from there on."""
+    """The recipe of a run up to its checkpoint, and from there on."""
 
     before: LoadedRecipe
     after: LoadedRecipe
     dropped: str
-    """Settings of the folder that were not taken, those of the checkpoint being accepted."""
+    """Settings of the folder that were replaced by those of the checkpoint."""
 
 
 def require_acceptable(accept: Collection[str]) -> None:
-    """Refuse to accept what is not known."""
+    """Raise for unknown words in `accept`."""
     if unknown := [word for word in accept if word not in ACCEPTABLE]:
         known = "; ".join(f"{word}: {meaning}" for word, meaning in ACCEPTABLE.items())
-        raise ConfigError(f"accept {unknown[0]!r}: no such word; there are {known}")
+        raise ConfigError(
+            f"accept must name data, settings or records, got {unknown[0]!r}. {known}."
+        )
 
 
 def continued(
@@ -57,10 +59,10 @@ def continued(
     state: Mapping[str, Any] | None = None,
     accept: Collection[str] = (),
 ) -> Continued:
-    """Return the recipe of `run` as it was, and with `overrides`; refuse those that may not be.
+    """Return the recipe of `run` before and after `overrides`; raise for those that may not change.
 
-    What it was is what the checkpoint `state` says; a folder that says otherwise is refused, unless
-    `accept` has "settings": then the checkpoint is right.
+    The checkpoint `state` has the settings before. A folder with other settings raises, unless
+    `accept` has "settings".
     """
     saved: Mapping[str, Any] = {} if state is None else state.get("settings", {})
     resolved, dropped = _resolved(run, saved, accept=accept)
@@ -70,11 +72,11 @@ def continued(
     was, is_now = flat_settings(before.recipe), flat_settings(after.recipe)
     places = places_in(type(after.recipe.data))
     if refused := decisive_differences(was, is_now, places=places):
-        listed = ", ".join(f"{key} (it is {was.get(key)})" for key in refused)
+        listed = ", ".join(f"{key} (was {was.get(key)})" for key in refused)
         raise ConfigError(
-            f"a run that is continued keeps the settings it began with, but other values were "
-            f"given for {listed}; leave them out, or start a new run with `narrowcast train`. "
-            f"Only these may change: {', '.join((*MAY_CHANGE, *places))}"
+            f"A resumed run must keep the settings it started with, got other values for {listed}. "
+            "Leave them out, or start a new run with `narrowcast train`. Only these may change: "
+            f"{', '.join((*MAY_CHANGE, *places))}."
         )
     return Continued(before=before, after=after, dropped=dropped)
 
@@ -82,46 +84,42 @@ def continued(
 def notices(
     run: RunFolder, before: Recipe, after: Recipe, *, plan: Plan, dropped: str = ""
 ) -> list[str]:
-    """Say where the rest of `run` will not be what it would have been.
+    """Return notices about how the rest of a resumed run will differ.
 
-    `dropped` is what its folder said and the checkpoint did not.
+    `dropped` are settings of the folder that the checkpoint does not have.
     """
     result = []
     falls = after.lr_schedule.name != "constant"
     if before.steps != after.steps and after.lr_schedule.warmup_ratio:
         result.append(
-            f"the warm-up is a share of {after.steps} steps now, and was one of {before.steps}"
+            f"the warm-up is now a share of {after.steps} steps instead of {before.steps}"
         )
     if before.steps != after.steps and falls:
         result.append(
-            f"the {after.lr_schedule.name} learning rate now ends at step {after.steps} instead "
-            f"of {before.steps}, so it is not where it stopped"
+            f"the {after.lr_schedule.name} learning rate now ends at step {after.steps} instead of "
+            f"{before.steps}, so it does not continue where it stopped"
         )
     if _ends(before) != _ends(after):
         result.append(
-            f"phases that end at a share of the run do so of {after.steps} steps now, and no "
-            "longer where they would have"
+            f"phases that end at a share of the run now end at a share of {after.steps} steps"
         )
     sections = (after.data, after.model, *after.further.values())
     if before.steps != after.steps and any(section.depends_on_steps for section in sections):
         result.append(
-            f"settings of {after.workload} that are a share of the run refer to {after.steps} "
-            f"steps now, and referred to {before.steps}"
+            f"settings of {after.workload} that are a share of the run now refer to {after.steps} "
+            f"steps instead of {before.steps}"
         )
     if dropped:
         result.append(
-            f"the settings are those of the checkpoint; resolved.json had others: {dropped}"
+            f"the settings are those of the checkpoint. resolved.json had others: {dropped}"
         )
     if not _text(run):
-        result.append("recipe.yaml cannot be read; the settings are those of resolved.json")
+        result.append("recipe.yaml cannot be read, so the settings come from resolved.json")
     return result + _other_formats(run, plan)
 
 
 def recorded_task_row(run: RunFolder) -> Mapping[str, Any] | None:
-    """Return what the task of a run decided when it began, as far as its folder tells.
-
-    Its settings are those of the run since, on whatever machine it goes on.
-    """
+    """Return the `precision.task` row that a run started with, from its plan.json."""
     try:
         stored = run.read_json(PLAN) if (run.path / PLAN).exists() else {}
     except CheckpointError:  # told among the notices
@@ -131,7 +129,7 @@ def recorded_task_row(run: RunFolder) -> Mapping[str, Any] | None:
 
 
 def _text(run: RunFolder) -> str:
-    """Return the recipe as it was given, which is only for readers; resolved.json decides."""
+    """Return the text of recipe.yaml, which is for readers; resolved.json decides."""
     try:
         return run.recipe_text
     except CheckpointError:
@@ -139,34 +137,31 @@ def _text(run: RunFolder) -> str:
 
 
 def _other_formats(run: RunFolder, plan: Plan) -> list[str]:
-    """Say that the formats of a run run differently here, as far as its folder tells."""
+    """Return a notice if the formats of a run are executed differently on this machine."""
     if not (run.path / PLAN).exists():
         return []
     now = plan.to_json()
     try:
         was = run.read_json(PLAN)
     except CheckpointError:
-        return [f"{PLAN} was damaged, so it is not known whether the formats run as they did"]
+        return [f"{PLAN} is damaged, so it is not known whether the formats run as before"]
     # `plan` is that of the first phase, and knows neither task nor strategy.
     residuals = ("phases", TASK_ROW, STRATEGY)
     was = {key: was[key] for key in was if key not in residuals}
     if was == now:
         return []
     return [
-        f"the run began on {was.get('hardware')}; its formats run differently on "
-        f"{now['hardware']}, so it is not continued bit for bit"
+        f"the run started on {was.get('hardware')}. Its formats run differently on "
+        f"{now['hardware']}, so resuming is not bit-exact"
     ]
 
 
 def _resolved(
     run: RunFolder, saved: Mapping[str, Any], *, accept: Collection[str]
 ) -> tuple[dict[str, Any], str]:
-    """Return what `resolved.json` says, once it agrees with the checkpoint.
-
-    Where that is to be right anyway, return what it says, and which settings were dropped for it.
-    """
+    """Return the settings in `resolved.json`, and those that the checkpoint replaced, as text."""
     way_out = (
-        "add --accept settings (in Python accept=['settings']) to take those of the checkpoint"
+        "add --accept settings (in Python accept=['settings']) to use those of the checkpoint"
         if saved
         else "start a new run with `narrowcast train`"
     )
@@ -176,7 +171,7 @@ def _resolved(
         there = _entries(run)
     except CheckpointError as error:
         if not saved or "settings" not in accept:
-            raise CheckpointError(f"{error}, or {way_out}") from error
+            raise CheckpointError(f"{str(error).rstrip('.')}, or {way_out}.") from error
         damaged = "it was damaged or missing"
     here = {key: entry["value"] for key, entry in there.items()}
     if "settings" in accept and saved:
@@ -192,9 +187,9 @@ def _resolved(
     places = _places(saved)
     if saved and (keys := decisive_differences(saved, here, places=places)):
         raise CheckpointError(
-            f"{run.path / RESOLVED} has other settings than the checkpoint, which was made by the "
-            f"run itself: {difference_text(keys, saved, here)}; put back what belongs together, "
-            f"or {way_out}"
+            f"{run.path / RESOLVED} has other settings than the checkpoint: "
+            f"{difference_text(keys, saved, here)}. Restore the files that belong together, or "
+            f"{way_out}."
         )
     return there, ""
 
@@ -208,8 +203,8 @@ def _entries(run: RunFolder) -> dict[str, Any]:
     for key, entry in results.items():
         if entry.keys() != {"value", "origin"}:
             raise CheckpointError(
-                f"{run.path / RESOLVED} is damaged: {key} has no value and origin; put it back "
-                "from a copy"
+                f"{run.path / RESOLVED} is damaged: {key} has no value and origin. Restore it from "
+                "a copy."
             )
     return results
 

@@ -1,4 +1,4 @@
-"""Whether a run has nothing left to do: all its steps are done, and all they led to is whole."""
+"""Whether a run is finished: all steps are done and all output is intact."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,15 +21,13 @@ from narrowcast.training.checkpoints.resume import latest_state
 from narrowcast.training.ending.early_stopping import EarlyStopping, run_end
 
 REPORT_DUE = ".report-due"
-"""There from the moment a run is begun or continued until its report is written: one that was
-killed before that has no report, or an older one."""
+"""Present from the start of a run until its report is written; if the run is killed, it stays."""
 
 
 def finished(folder: str | Path, overrides: Sequence[str] = ()) -> RunEnd | None:
-    """Return where the run in `folder` has ended if nothing is left to do; else None.
+    """Return where the run in `folder` ended if nothing is left to do, else None.
 
-    What would be refused if it were continued is refused here too: a damaged checkpoint, settings
-    that are not its own.
+    Raises for the same problems as resuming: a damaged checkpoint, settings that may not change.
     """
     with RunFolder.open(folder) as run:
         last = latest(run.checkpoints)
@@ -48,40 +46,40 @@ def finished(folder: str | Path, overrides: Sequence[str] = ()) -> RunEnd | None
 def _run_end(state: Mapping[str, Any], recipe: Recipe, info: TaskInfo, *, step: int) -> RunEnd:
     stopping = EarlyStopping(recipe.eval, info)
     if "improvement" in state:  # older checkpoints are refused by whoever takes them up
-        with blamed_on_part(step, "improvement of evaluations"):
+        with blamed_on_part(step, "evaluation history"):
             stopping.load_state_dict(state["improvement"])
     return run_end(stopping, recipe, step=step)
 
 
 def require_places(folder: Path) -> None:
-    """Refuse a folder in which a run could not write what it leads to, before it goes on."""
+    """Raise if a folder is in the place of a file that the run writes."""
     for name in (RECIPE, RESOLVED, ENVIRONMENT, TASK, PLAN, WEIGHTS, RESULTS, REPORT, REPORT_DUE):
         if (folder / name).is_dir():
             raise CheckpointError(
-                f"{folder / name} is a folder, where the run keeps a file; move it elsewhere"
+                f"{folder / name} must be a file, got a folder. Move it elsewhere."
             )
 
 
 def report_is_due(folder: Path) -> None:
-    """Note that the report of the run in `folder`, if there is one, does not tell all of it."""
+    """Mark the report of the run in `folder` as out of date."""
     try:
         (folder / REPORT_DUE).touch()
     except OSError as error:
-        raise CheckpointError(f"cannot write to {folder}: {explain_write_error(error)}") from error
+        raise CheckpointError(f"Cannot write to {folder}: {explain_write_error(error)}.") from error
 
 
 def write_due_report(folder: Path) -> Path:
-    """Write the report of a run that has ended, or has stopped for now."""
+    """Write the report of a run that has ended or stopped."""
     page = write_run_report(folder)
     try:
         (folder / REPORT_DUE).unlink(missing_ok=True)
     except OSError as error:
-        raise CheckpointError(f"cannot write to {folder}: {explain_write_error(error)}") from error
+        raise CheckpointError(f"Cannot write to {folder}: {explain_write_error(error)}.") from error
     return page
 
 
 def _has_final_report(folder: Path) -> bool:
-    """Say whether the report is there, whole, and of the run's end."""
+    """Return whether the report is complete and of the run's end."""
     try:
         page = read_plain(folder / REPORT).strip().lower()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where a new run goes, and that only one process writes there."""
+"""The folder of a new run."""
 
 import os
 import re
@@ -19,11 +19,11 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True, kw_only=True)
 class OutDir:
-    """The folder of a run to come."""
+    """The folder of a new run."""
 
     path: Path
     taken: Path | None = None
-    """The folder that would have been used, had it not been there already."""
+    """The default folder, if it exists already."""
 
     def __str__(self) -> str:
         return f"{self.path} ({self.taken} is taken)" if self.taken else str(self.path)
@@ -31,11 +31,10 @@ class OutDir:
 
 @contextmanager
 def out_dir(name: str, out: str | None) -> Iterator[OutDir]:
-    """Give the place of a new run called `name`: `out`, or the first free one of that name.
+    """Yield the folder of a new run: `out`, or the first free one for `name`.
 
-    An `out` that holds a run already is refused here, before any work is done. A folder that
-    nobody named is made, so that of two runs that start at once each has one of its own; where no
-    run comes to be in it, it goes again, and the folder of runs with it if it was made for it.
+    An `out` with a run in it raises before any work is done. A default folder is created at once,
+    so that two runs that start together get one each, and removed again if it stays empty.
     """
     check_one_process()
     if out is not None:
@@ -74,12 +73,12 @@ def check_one_process() -> None:
 
 
 def alternative_paths(path: Path) -> Iterator[Path]:
-    """Return the names a folder may have beside `path` where that is taken, without end."""
+    """Return the names to try beside `path` if it is taken, without end."""
     return (path.with_name(f"{path.name}-{number}") for number in count(2))
 
 
 def require_no_run(path: Path) -> None:
-    """Refuse a folder that holds a run already."""
+    """Raise if a folder has a run in it already."""
     try:
         RunFolder.open(path)
     except CheckpointError:
@@ -87,13 +86,13 @@ def require_no_run(path: Path) -> None:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"no run can be kept at {shown_path(path)}: {why}; choose another --out"
+            f"Cannot use {shown_path(path)} as a run folder: {why}. Choose another --out."
         ) from error
     raise holds_a_run(path)
 
 
 def _claimed(first: Path) -> OutDir:
-    """Make the first folder of that name that nobody has; only one of two processes can."""
+    """Create the first free folder of that name; only one of two processes can."""
     if _is_made(first):
         return OutDir(path=first)
     return OutDir(

@@ -1,6 +1,6 @@
-"""How far a run is: the numbers as text, and the progress that `Run.finish` shows.
+"""Progress of a run: its numbers as text, and the display of `Run.finish`.
 
-A notebook gets a bar in HTML, a terminal one line that is written over, anything else plain lines.
+A notebook shows an HTML bar, a terminal one line that is overwritten, anything else plain lines.
 """
 
 import html
@@ -20,12 +20,12 @@ from narrowcast.runs.task_info import TaskInfo
 
 UPDATE_SECONDS = 0.2
 LINE_SECONDS = 10.0
-"""Between two lines where none can be written over."""
+"""Between two lines where none can be overwritten."""
 BAR_WIDTH = 24
 
 
 def numbers(tally: Tally, *, task: TaskInfo, scaled: bool, parts: bool) -> str:
-    """Write the numbers of a run in one line; `parts`: with those of its loss, if it has any."""
+    """Return the numbers of a run in one line, with `parts` those of its loss parts."""
     lines = [f"loss {value(tally.loss)}"]
     if parts and tally.smooth_parts:
         each = [f"{said(name)} {value(x.value)}" for name, x in tally.smooth_parts.items()]
@@ -41,7 +41,7 @@ def numbers(tally: Tally, *, task: TaskInfo, scaled: bool, parts: bool) -> str:
 
 
 def measures(task: TaskInfo, metrics: dict[str, float]) -> str:
-    """Write what an evaluation found, the headline first."""
+    """Return the metrics of an evaluation as text, the headline first."""
     order = [metric.name for metric in task.metrics]
     names = sorted(metrics, key=lambda name: order.index(name) if name in order else len(order))
     return ", ".join(f"{said(n)} {measured(task.metric(n), metrics[n])}" for n in names)
@@ -82,7 +82,7 @@ class RunProgress:
         self._due, self._pending = 0.0, False
 
     def take(self, record: Record) -> None:
-        """Take in one record."""
+        """Take note of a record."""
         match record:
             case StepRecord():
                 self.tally = self.tally.after(record)
@@ -115,7 +115,7 @@ class RunProgress:
 
 
 def _write_over(tally: Tally, text: str) -> None:
-    """Write over the line of a terminal."""
+    """Overwrite the line of a terminal."""
     done = round(BAR_WIDTH * tally.step / max(tally.steps, 1))
     line = f"{'━' * done:{BAR_WIDTH}} {tally.step}/{tally.steps}  {text}"
     sys.stderr.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
@@ -128,13 +128,13 @@ def _write_line(tally: Tally, text: str) -> None:
 
 
 def _in_notebook() -> bool:
-    """Return whether this is an IPython with a kernel, which a terminal does not have."""
+    """Return whether this is IPython with a kernel, as in a notebook."""
     ipython = sys.modules.get("IPython")  # whoever runs in one has imported it
     return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
 
 
 def _notebook_bar() -> Callable[[Tally, str], None]:
-    """Return what draws a bar in the output of the cell, and draws it anew when called again."""
+    """Return a function that draws a bar in the output of the cell, and updates it."""
     display = import_module("IPython.display").display
     handles: list[Any] = []
 

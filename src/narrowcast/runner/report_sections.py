@@ -1,4 +1,4 @@
-"""The page of a run with what its workload adds to it."""
+"""The report of a run with the sections of its strategy and workload."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +10,7 @@ from narrowcast.workloads import report_sections
 
 
 def write_run_report(folder: str | Path) -> Path:
-    """Write the report of the run in `folder`, with the sections of its strategy and workload.
-
-    A workload that is not installed here adds none: a page can be made anywhere, later.
-    """
+    """Write the report of the run in `folder`; a workload that is not installed adds no section."""
     with RunFolder.open(folder) as run:
         resolved, task = run.read_json("resolved.json"), run.task_info()
 

@@ -58,27 +58,27 @@ from narrowcast.training.task import Task
 from narrowcast.workloads import load_recipe
 
 Tell = Callable[[str], None]
-"""Gets a sentence for each tracker that fails; the run goes on."""
+"""Takes a sentence for each tracker that fails; the run continues."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What came of a run that was trained to its end."""
+    """Result of a finished run."""
 
     step: int
-    """The last step; before `recipe.steps` where training stopped early."""
+    """Last step; before `recipe.steps` if training stopped early."""
     skipped: int
-    """Steps that were not applied, of the whole run."""
+    """Skipped steps of the whole run."""
     seconds: float
-    """Of all steps, without evaluations and checkpoints."""
+    """Time of all steps, without evaluations and checkpoints."""
     loss: float
-    """Mean of the last training losses, in which older ones count less."""
+    """Exponential moving average of the training loss."""
     metrics: dict[str, float]
-    """Of the last evaluation; empty where there was none."""
+    """Metrics of the last evaluation; empty if there was none."""
     findings: list[FindingRecord] = field(repr=False)
-    """Trouble that was found while training."""
+    """Problems that were found during training."""
     folder: Path | None
     """The folder with records, weights and report.html; None if nothing was written."""
 
@@ -87,9 +87,9 @@ class RunResult:
 class Run:
     """A run that is ready to train: call `finish()`, or iterate over it once.
 
-    Each record is in the folder before it is handed on. The report is written when the run ends,
-    is interrupted or diverges. Who leaves the loop early leaves a run that `resume` continues from
-    its last checkpoint.
+    Each record is saved before it is yielded. The report is written when the run ends, is
+    interrupted or diverges. If you leave the loop early, `resume` continues from the last
+    checkpoint.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class Run:
     ) -> None:
         self.loaded, self.folder = loaded, folder
         self.resumed_from = resumed_from
-        """The step a continued run goes on from; None for a new one."""
+        """Step that a resumed run continues from; None for a new run."""
         self.notices = list(notices)
-        """Where the rest of a continued run will not be what it would have been."""
+        """How the rest of a resumed run will differ."""
         self.task_row = task_row
-        """What `precision.task` has decided, as plan.json keeps it; None where there is none."""
+        """The row that `precision.task` selected, as in plan.json, or None."""
         self._assembled, self._records, self._home = assembled, records, home
         self.earlier = list(earlier)
-        """The records it goes on from."""
+        """Records before the step it is resumed from."""
         self._state, self._step = "not started", resumed_from or 0
         self._forgotten = weakref.finalize(
             self,
@@ -141,7 +141,7 @@ class Run:
 
     @property
     def task(self) -> Task:
-        """What is trained, on what, and how it is judged."""
+        """The model, its data and its evaluation."""
         return self._assembled.task
 
     @property
@@ -151,13 +151,12 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The model that is trained; `prepared.fp32_state_dict()` has every digit of its
-        weights."""
+        """The trained model; `prepared.fp32_state_dict()` has its weights in full precision."""
         return self.prepared.model
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """The active plan."""
         return self.prepared.plan
 
     def finish(self, *, progress: bool | None = None) -> RunResult:
@@ -199,9 +198,9 @@ class Run:
         )
 
     def __iter__(self) -> Iterator[Record]:
-        """Train, and yield what happens as it happens.
+        """Train, and yield records as they happen.
 
-        The run has random generators of its own: what is drawn in the loop changes nothing in it.
+        The run has its own random generators, so what you draw in the loop does not change it.
         """
         randomness = OwnRandomness(next(self.model.parameters()).device)
         with contextlib.closing(self.records()) as records:
@@ -216,9 +215,9 @@ class Run:
                 yield record
 
     def records(self, tell: Tell = _log.warning) -> Generator[Record]:
-        """Train, and yield what happens; `tell` gets a sentence for each tracker that fails.
+        """Train, and yield records; `tell` gets a sentence for each tracker that fails.
 
-        As `narrowcast train` does it: with torch's own generators, which nobody else draws from.
+        Uses torch's global generators, as `narrowcast train` does.
         """
         if self._state != "not started":
             again = "nc.train() again" if self.folder is None else "nc.resume() with its folder"
@@ -260,19 +259,19 @@ class Run:
         except Interrupted as stop:
             _, lines = _reported(home)
             raise Interrupted(
-                "\n".join([f"interrupted after step {step} of {self.recipe.steps}", *lines])
-                + f"\nresume with: {resume_command(folder.path)}"
+                "\n".join([f"Interrupted after step {step} of {self.recipe.steps}.", *lines])
+                + f"\nResume with: {resume_command(folder.path)}"
             ) from stop
         except DivergedError as error:
             page, lines = _reported(home)
-            led = [f"what led to it: {page}"] if page else []
+            led = [f"Report: {page}"] if page else []
             raise DivergedError("\n".join([str(error), *led, *lines])) from error
         write_due_report(home.path())
         if home.lost:
             tell(home.lost)
 
     def close(self) -> None:
-        """End what is going on, and let go of the folder: another process may continue the run."""
+        """Stop the run and release its folder, so that another process may resume it."""
         self._forgotten.detach()
         if self._state == "not started":
             self._state = "closed"
@@ -281,7 +280,7 @@ class Run:
             self.folder.close()
 
     def __enter__(self) -> Self:
-        """Return the run itself."""
+        """Return the run."""
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -306,11 +305,11 @@ def train(
     *,
     out: str | Path | None = None,
 ) -> Run:
-    """Make a run of a recipe ready; `finish()` of what is returned trains it, or iterating over it.
+    """Set up a run of a recipe. Call `finish()` of the result, or iterate over it, to train.
 
-    `recipe` is a shipped name, a YAML file, or what `load_recipe` returned; `overrides` are
-    KEY=VALUE words as on the command line. `out` is the run's folder, new or empty; without one
-    nothing is written. What cannot be is refused here, before anything is trained.
+    `recipe` is a shipped name, a YAML file, or the result of `load_recipe`. `overrides` are
+    KEY=VALUE as on the command line. `out` is the run folder, new or empty; without one nothing is
+    written. Raises for invalid settings before anything is trained.
     """
     check_one_process()
     loaded = _loaded(recipe, overrides)
@@ -318,7 +317,10 @@ def train(
         require_no_run(Path(out))
     require_trackers(loaded.recipe.trackers)
     if out is None and loaded.recipe.trackers:
-        raise ConfigError("trackers keep their files in the run's folder; give out=, or no tracker")
+        raise ConfigError(
+            f"trackers need a run folder, got trackers={', '.join(loaded.recipe.trackers)} without "
+            "one. Pass out=, or no trackers."
+        )
     by_task = decided(loaded, check_settings(loaded.recipe))
     assembled = assemble(by_task.loaded.recipe)
     loaded = by_task.loaded.for_samples(len(assembled.task.train_data))
@@ -341,11 +343,11 @@ def train(
 
 
 def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterable[str] = ()) -> Run:
-    """Make a run ready to go on from its last checkpoint; without one it begins again.
+    """Set up a run to continue from its last checkpoint, or from the start if it has none.
 
-    `overrides` may set more steps, and what does not decide a step. `accept` names differences to
-    go on with: "data", "settings", "records" (see `ACCEPTABLE`). Everything is checked before
-    anything in the folder is changed. A run that is finished yields no step, and has its model.
+    `overrides` may change the number of steps and settings that do not decide a step. `accept`
+    names differences to accept: "data", "settings", "records". Everything is checked before
+    anything in the folder changes. A finished run yields no step, and has its model.
     """
     check_one_process()
     accepted = sorted(set(accept))
@@ -403,10 +405,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
 
 @contextlib.contextmanager
 def _where_it_began(run: RunFolder) -> Iterator[None]:
-    """Let a refusal say that the run began in another working directory, if it did.
-
-    Paths in a recipe may be relative, and mean something else here, or nothing.
-    """
+    """Add the original working directory to errors, because relative paths start there."""
     try:
         yield
     except ConfigError as error:
@@ -414,30 +413,30 @@ def _where_it_began(run: RunFolder) -> Iterator[None]:
         if began is None or began == str(Path.cwd()):
             raise
         raise ConfigError(
-            f"{error}\nthe run began in {began}, where relative paths are meant from: continue it "
-            "there, or say where the data is"
+            f"{error}\nThe run started in {began}, and relative paths start there. Resume it "
+            "there, or set the paths of its data."
         ) from error
 
 
 def plan_recipe(
     recipe: str | Path | LoadedRecipe, overrides: Iterable[str] = (), *, phase: int = 1
 ) -> Plan:
-    """Return the plan of a recipe on this machine, from its model's shapes: nothing is allocated.
-
-    Of a run with a schedule, that of the first phase or of the one that is asked for.
-    """
+    """Return the plan of a recipe on this machine, for one phase; allocates nothing."""
     loaded = _loaded(recipe, overrides)
     hardware = detect_hardware(loaded.recipe.device)
     plans = planned(decided(loaded, hardware).loaded.recipe, hardware)
     if not 1 <= phase <= len(plans):
-        raise ConfigError(f"phase={phase}: this recipe has {len(plans)}; write 1 to {len(plans)}")
+        raise ConfigError(
+            f"phase must be from 1 to {len(plans)}, the number of phases of this recipe, got "
+            f"{phase}."
+        )
     return plans[phase - 1]
 
 
 def _reported(home: MovableFolder) -> tuple[Path | None, list[str]]:
-    """Write the report of a run that ends early; return it, and what else there is to say.
+    """Write the report of a run that ends early; return it, and lines about problems.
 
-    Why the run ends is what counts: a report that cannot be written does not hide it.
+    An error in the report must not hide why the run ends.
     """
     page, notice = None, list[str]()
     try:
@@ -453,8 +452,8 @@ def _loaded(recipe: str | Path | LoadedRecipe, overrides: Iterable[str]) -> Load
     terms = list(overrides)
     if terms:
         raise ConfigError(
-            f"{terms[0]} was given beside a recipe that is loaded already; give the words to "
-            "load_recipe()"
+            f"overrides cannot be added to a loaded recipe, got {terms[0]}. Pass them to "
+            "load_recipe()."
         )
     return recipe
 
@@ -462,7 +461,7 @@ def _loaded(recipe: str | Path | LoadedRecipe, overrides: Iterable[str]) -> Load
 def _with_baseline(recipe: Recipe, records: Generator[Record]) -> Generator[Record]:
     """Train the recipe without its strategy first; yield its evaluations, then `records`.
 
-    They are records of step 0, so that a resumed run has them and no step counts twice.
+    The evaluations are records of step 0, so that a resumed run has them and no step counts twice.
     """
     without = recipe.strategy.model_copy(update={"enabled": False})
     plain = recipe.model_copy(update={"strategy": without, "trackers": ()})
@@ -477,7 +476,7 @@ def _with_baseline(recipe: Recipe, records: Generator[Record]) -> Generator[Reco
                     phase="warmup",
                     event="baseline",
                     what="plain training",
-                    why="to compare with",
+                    why="baseline for the comparison",
                     values={"step": float(record.step), **record.metrics},
                     seconds=seconds,
                 )

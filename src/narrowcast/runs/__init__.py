@@ -1,4 +1,4 @@
-"""The run folder and the records in it; the standard library only."""
+"""The run folder and its records; uses only the standard library."""
 
 from narrowcast.runs.environment import describe_environment, describe_machine
 from narrowcast.runs.folder import RunFolder

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, machine, commit and time, as plain JSON values."""
+"""The environment of a run: versions, machine, commit and time, as plain JSON values."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import Any
 
 GIT_SECONDS = 5
-"""Longer than git takes to read HEAD on a slow network disk."""
+"""Longer than git needs to read HEAD on a slow network disk."""
 
 
 def describe_environment() -> dict[str, Any]:
-    """Describe this process's surroundings: the machine, and the folder it was started in."""
+    """Return the machine and the working directory of this process."""
     return {**describe_machine(), "folder": str(Path.cwd())}
 
 
 def describe_machine() -> dict[str, Any]:
-    """Describe versions, commit and hardware, and nothing that is of no use elsewhere.
-
-    Imports torch, and waits for the GPU driver.
-    """
+    """Return versions, commit and hardware. Imports torch, and waits for the GPU driver."""
     import torch
 
     gpus = [
@@ -52,7 +49,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit checked out in `folder`, or None where there is no git or no checkout."""
+    """Return the commit checked out in `folder`, or None without git or a checkout."""
     try:
         answer = subprocess.run(
             ["git", "-C", str(folder), "rev-parse", "--verify", "HEAD"],
@@ -86,14 +83,14 @@ def _cpu_model() -> str:
 
 
 def _cores() -> int:
-    """Count the cores this process may use, which a container can make fewer than there are."""
+    """Return the number of cores this process may use, which a container can limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def host_memory_bytes() -> int | None:
-    """Return how much memory the machine has; None where it does not say (Windows)."""
+    """Return the memory of the machine; None if unknown (Windows)."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

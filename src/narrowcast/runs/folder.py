@@ -1,8 +1,8 @@
-"""The run folder: what was asked, where it ran, and what happened, never half written.
+"""The run folder: settings, environment, records and output, never half written.
 
-A record is one line appended to `records.jsonl`; every other file is written beside itself,
-synced and renamed. So after a kill or a full disk each file is either the old or the new one, and
-at most the last line of the records is torn.
+A record is one line appended to `records.jsonl`. Every other file is written under another name,
+synced and renamed. After a kill or a full disk each file is the old or the new one, and at most the
+last line of the records is torn.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ CHECKPOINTS = "checkpoints"
 
 @final
 class RunFolder:
-    """One run's folder; a context manager, because it keeps the records open once written."""
+    """The folder of one run; a context manager, because it keeps the records file open."""
 
     def __init__(self, path: Path) -> None:
-        """Take `path` as it is; use `create` or `open`, which check it."""
+        """Use `create` or `open`, which check the path."""
         self.path = path
         self._records = RecordsFile(path / RECORDS)
 
@@ -49,7 +49,7 @@ class RunFolder:
         resolved: dict[str, Any],
         environment: dict[str, Any],
     ) -> Self:
-        """Make the folder of a new run, or refuse a path that holds anything."""
+        """Create the folder of a new run; raise if it is not empty."""
         run = cls(Path(path))
         _require_free(run.path)
         made: list[Path] = []
@@ -68,18 +68,18 @@ class RunFolder:
                 raise
             refusal = CheckpointError if error.errno in NO_SPACE else ConfigError
             raise refusal(
-                f"cannot make a run folder at {path}: {explain_write_error(error)}, "
-                "or choose another --out"
+                f"Cannot create a run folder at {path}: {explain_write_error(error)}, or choose "
+                "another --out."
             ) from error
         return run
 
     @classmethod
     def open(cls, path: str | Path, *, needs: Sequence[str] = (RECORDS, RESOLVED)) -> Self:
-        """Open the folder of a run that was begun before, or raise CheckpointError."""
+        """Open the folder of an existing run, or raise CheckpointError."""
         path = Path(path)
         if not path.is_dir():
             result = "is a file" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path} {result}; name the --out folder of a run")
+            raise CheckpointError(f"{path} {result}. Name the --out folder of a run.")
         for name in needs:
             if not (path / name).is_file():
                 raise CheckpointError(_no_run(path, name))
@@ -87,23 +87,23 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder the run's checkpoints lie in."""
+        """The folder of the run's checkpoints."""
         return self.path / CHECKPOINTS
 
     @property
     def recipe_text(self) -> str:
-        """The recipe as it was given."""
+        """The text of the recipe."""
         try:
             return read_plain(self.path / RECIPE).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot read {self.path / RECIPE}: {error}") from error
+            raise CheckpointError(f"Cannot read {self.path / RECIPE}: {error}.") from error
 
     def write(self, record: Record) -> None:
-        """Append `record`; when this returns, it survives the death of the process."""
+        """Append a record, which survives a kill of the process from here on."""
         self._records.append(record)
 
     def records(self) -> list[Record]:
-        """Read every whole record; a torn last line is left out, any other is an error."""
+        """Return every record; a torn last line is left out, any other raises."""
         return self._records.read()
 
     def rewind(self, step: int, *, saved_bytes: int | None = None) -> list[Record]:
@@ -111,7 +111,7 @@ class RunFolder:
         return self._records.rewind(step, saved_bytes=saved_bytes)
 
     def hold(self) -> None:
-        """Become the one process that writes to this folder; refused where another is."""
+        """Become the only process that writes to this folder; raise if another does."""
         self._records.hold()
 
     def is_at(self, path: Path) -> bool | None:
@@ -128,59 +128,58 @@ class RunFolder:
         self.checkpoints.mkdir(exist_ok=True)
 
     def write_json(self, name: str, value: object) -> None:
-        """Write `value` to the file `name` of this folder, whole or not at all."""
+        """Write a JSON file of this folder atomically."""
         target = self._file_called(name)
         text = strict_json.dumps(value, indent=2) + "\n"
         try:
             replace_file(target, text.encode())
         except OSError as error:
-            raise CheckpointError(f"cannot write {target}: {explain_write_error(error)}") from error
+            raise CheckpointError(
+                f"Cannot write {target}: {explain_write_error(error)}."
+            ) from error
 
     def read_json(self, name: str, shape: Shape = dict) -> Any:
-        """Read the file `name` of this folder, or raise CheckpointError if it has another shape."""
+        """Return the content of a JSON file; raise CheckpointError if it has another shape."""
         target = self._file_called(name)
         try:
             matched = strict_json.loads(read_plain(target).decode())
         except OSError as error:
-            raise CheckpointError(f"cannot read {target}: {error.strerror}") from error
+            raise CheckpointError(f"Cannot read {target}: {error.strerror}.") from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(
-                f"{target} is damaged: {error}; put it back from a copy"
+                f"{target} is damaged: {error}. Restore it from a copy."
             ) from error
         if wrong := unreadable(matched) or misfit(matched, shape):
-            raise CheckpointError(f"{target} is damaged: {wrong}; put it back from a copy")
+            raise CheckpointError(f"{target} is damaged: {wrong}. Restore it from a copy.")
         return matched
 
     def task_info(self) -> TaskInfo:
-        """Return what the run counts and how it is judged.
-
-        A folder without `task.json` is of a version that knew language models only.
-        """
+        """Return units and metrics of the run; without `task.json`, of a language model."""
         if not (self.path / TASK).exists():
             return BEFORE_TASK_JSON
         return TaskInfo.from_json(self.read_json(TASK))
 
     def require_task_info(self, info: TaskInfo) -> None:
-        """Refuse to be the folder of a run that counts or is judged otherwise."""
+        """Raise if this is the folder of a run with other units or metrics."""
         if (self.path / TASK).exists() and (before := self.task_info()).judged_by != info.judged_by:
             raise CheckpointError(
                 f"{self.path} is a run of another task: it counts {before.units}, with "
-                f"{_describe_owner(before)}; the task here counts {info.units}, with "
-                f"{_describe_owner(info)}. Resume "
-                "it with the version of its workload that it was begun with, or start a new run"
+                f"{_describe_owner(before)}. This task counts {info.units}, with "
+                f"{_describe_owner(info)}. Resume it with the version of the workload it was "
+                "started with, or start a new run."
             )
 
     def set_task_info(self, info: TaskInfo) -> None:
-        """Write it when the run begins; refuse another one when it is continued."""
+        """Write `task.json` of a new run; raise if a resumed run has another."""
         self.require_task_info(info)
         if not (self.path / TASK).exists():
             self.write_json(TASK, info.to_json())
 
     def add_session(self, environment: dict[str, Any]) -> list[str]:
-        """Note the environment of one more process that continues this run.
+        """Add the environment of a process that resumes this run.
 
-        Where the earlier ones cannot be read they are put aside, and that is what is returned: they
-        tell about the run, and nothing of it depends on them.
+        Earlier ones that cannot be read are moved aside, and the returned notice says so: no step
+        depends on them.
         """
         try:
             result = self.read_json(ENVIRONMENT)
@@ -190,15 +189,18 @@ class RunFolder:
             self.write_json(ENVIRONMENT, {"sessions": [*result["sessions"], environment]})
             return []
         aside = self.path / f"{ENVIRONMENT}.damaged"
-        message = f"{ENVIRONMENT} was damaged or missing, so what the run began on is not known"
+        message = (
+            f"{ENVIRONMENT} was damaged or missing, so the environment of the run's start is not "
+            "known"
+        )
         if (self.path / ENVIRONMENT).exists():
             (self.path / ENVIRONMENT).replace(aside)
-            message += f"; it is kept as {aside.name}"
+            message += f". It was renamed to {aside.name}"
         self.write_json(ENVIRONMENT, {"sessions": [environment]})
         return [message]
 
     def began_in(self) -> str | None:
-        """Return the working directory of the process that began the run, where that is known."""
+        """Return the working directory of the process that started the run, if known."""
         try:
             match self.read_json(ENVIRONMENT):
                 case {"sessions": [{"folder": str(folder)}, *_]}:
@@ -208,15 +210,15 @@ class RunFolder:
         return None
 
     def claim(self) -> None:
-        """Become the one process that writes to this folder, or refuse to; change nothing else."""
+        """Become the only process that writes to this folder; change nothing else."""
         self._records.claim()
 
     def close(self) -> None:
-        """Let go of the records; another process may then write to this folder."""
+        """Close the records; another process may then write to this folder."""
         self._records.close()
 
     def __enter__(self) -> Self:
-        """Return the folder itself."""
+        """Return the folder."""
         return self
 
     def __exit__(
@@ -232,23 +234,23 @@ class RunFolder:
         plain = Path(name).name == name and "\\" not in name and "\0" not in name
         if not plain or not name.endswith(".json") or name.startswith("."):
             raise CheckpointError(
-                f"{name!r} is not the name of a file in a run folder; write e.g. plan.json"
+                f"The name of a file in a run folder must be like plan.json, got {name!r}."
             )
         return self.path / name
 
 
 def _no_run(path: Path, name: str) -> str:
-    """Say what a folder without the file `name` is, as far as can be seen."""
+    """Return why a folder without the file `name` is not a run, as text."""
     around = next((p for p in path.absolute().parents[:2] if (p / RECORDS).is_file()), None)
     if around is not None:
-        return f"{path} is a part of the run in {around}; name that folder"
+        return f"{path} is part of the run in {around}. Name that folder."
     if any((path / CHECKPOINTS).glob("step-*")):
         word = "settings" if name == RESOLVED else "records"
         return (
-            f"{path} has lost its {name}; put it back from a copy, or let `narrowcast resume` go "
-            f"on from the checkpoint without it: add --accept {word}"
+            f"{path} has lost its {name}. Restore it from a copy, or add --accept {word} to "
+            "`narrowcast resume` to continue from the checkpoint without it."
         )
-    return f"{path} is not a run folder: it has no {name}; name the --out folder of a run"
+    return f"{path} is not a run folder, because it has no {name}. Name the --out folder of a run."
 
 
 def _describe_owner(info: TaskInfo) -> str:
@@ -262,29 +264,28 @@ def _require_free(path: Path) -> None:
         raise holds_a_run(path)
     if path.is_dir() and any(path.iterdir()):
         raise ConfigError(
-            f"{path} holds files that are not a run of narrowcast; choose another --out, "
-            "or empty it"
+            f"{path} has files that are not a run of narrowcast. Choose another --out, or empty it."
         )
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{path} is a file, not a folder; choose another --out")
+        raise ConfigError(f"{path} must be a folder, got a file. Choose another --out.")
 
 
 def holds_a_run(path: Path) -> ConfigError:
-    """Return the refusal of a folder that holds a run already."""
+    """Return the error for a folder with a run in it."""
     return ConfigError(
-        f"{path} already holds a run; choose another --out, or continue it with "
-        f"`{resume_command(path)}`"
+        f"{path} already has a run. Choose another --out, or resume it with "
+        f"`{resume_command(path)}`."
     )
 
 
 def _make_folders(path: Path, made: list[Path]) -> None:
-    """Make `path` and its parents, and add those that were not there to `made`."""
+    """Create `path` and its parents, and add new ones to `made`."""
     made += [folder for folder in (path, *path.parents) if not folder.exists()][::-1]
     path.mkdir(parents=True, exist_ok=True)
 
 
 def _claim(path: Path, recipe_text: str, made: list[Path]) -> None:
-    """Write the recipe as the first file; of two runs that start at once, one is refused here."""
+    """Write the recipe first; of two runs that start at once, one raises here."""
     try:
         file = (path / RECIPE).open("xb")
     except FileExistsError:
@@ -295,7 +296,7 @@ def _claim(path: Path, recipe_text: str, made: list[Path]) -> None:
 
 
 def _undo(made: list[Path]) -> None:
-    """Remove what was made, newest first; what somebody else put there meanwhile stays."""
+    """Remove what was created, newest first, if it is empty."""
     for path in reversed(made):
         with contextlib.suppress(OSError):
             if path.is_dir():

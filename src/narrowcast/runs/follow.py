@@ -1,7 +1,6 @@
-"""The records of a run as they come, read from where the last look ended.
+"""Follows the records of a run while they are written, without a lock.
 
-The writer is never disturbed: no lock is taken, nothing is written. What it may do meanwhile is
-append, be cut off within a line, cut the file back to a checkpoint and go on from there, or be
+Meanwhile the writer may append, be killed within a line, cut the file back to a checkpoint, or be
 deleted with its folder.
 """
 
@@ -18,27 +17,27 @@ from narrowcast.plain_files import open_plain
 from narrowcast.runs.records import KINDS, Record, from_line
 
 LOOK_BYTES = 4 * 2**20
-"""The most one look reads: about 16,000 steps, half a second."""
+"""Most bytes per read: about 16,000 steps, half a second."""
 REMEMBERED_BYTES = 4096
-"""How much of the last line is compared with the file at the next look."""
+"""How much of the last line is compared with the file at the next read."""
 _KIND = b'{"kind": "'
 
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What one look at the file found."""
+    """What one read returned."""
 
     records: tuple[Record, ...] = ()
     afresh: bool = False
-    """Whether the file is not the one read before; what it holds comes from the beginning."""
+    """Whether this is another file than before; its records come from the start."""
     missing: bool = False
     """Whether there is no such file now."""
     more: bool = False
-    """Whether the next look will find more at once."""
+    """Whether more can be read at once."""
     damaged: int = 0
-    """Whole lines that hold no record."""
+    """Complete lines that are not records."""
     written: float = 0.0
-    """When the file was last written to, in seconds of `time.time`."""
+    """Modification time of the file, as of `time.time`."""
 
 
 @final
@@ -46,7 +45,7 @@ class Follower:
     """Follows one file of records."""
 
     def __init__(self, path: Path, *, kinds: Collection[str] = tuple(KINDS)) -> None:
-        """Begin before the first line of `path`; records of other kinds are passed over."""
+        """Start before the first line of `path`; records of other kinds are skipped."""
         self._path = path
         self._kinds = frozenset(kind.encode() for kind in kinds)
         self._offset = 0
@@ -54,7 +53,7 @@ class Follower:
         self._identity = (0, 0)
 
     def look(self) -> News:
-        """Return what has been written since the last look, `LOOK_BYTES` of it at most."""
+        """Return what was written since the last read, up to `LOOK_BYTES`."""
         try:
             with open_plain(self._path) as file:
                 return self._look(file)
@@ -86,10 +85,10 @@ class Follower:
         )
 
     def _continues(self, file: BinaryIO, size: int, identity: tuple[int, int]) -> bool:
-        """Say whether what was read is still there.
+        """Return whether the part that was read is unchanged.
 
-        Its size alone does not tell: between two looks a resumed run may cut the file and write
-        more than it held. But the last line then differs, if only in its seconds.
+        Its size alone is not enough: a resumed run may cut the file and write more than it had. But
+        the last line then differs, if only in its seconds.
         """
         if identity != self._identity or size < self._offset:
             return False

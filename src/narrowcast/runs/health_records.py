@@ -1,8 +1,8 @@
-"""Records of numerical health: many tensors a line, in columns, so that a long run stays small.
+"""Health records: many tensors per line, in columns, so that a long run stays small.
 
-On the line a name stands once, in `modules`, `roles` or `formats`, and a column holds its place
-there; numbers have four digits. A line of 600 tensors is then a third of what it would be as
-objects, and is read in about a millisecond.
+A line has each name once, in `modules`, `roles` or `formats`, and columns have indices. Numbers
+have four digits. A line of 600 tensors is a third of its size as objects, and is read in about a
+millisecond.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _LARGEST = 1.797e308
 
 @dataclass(frozen=True, kw_only=True)
 class HealthRecord:
-    """What the tensors of one sampled step lost to their formats: one column a quantity.
+    """Statistics of the tensors of one sampled step, one column per quantity.
 
-    Every column has one entry for each tensor, in the same order. Where casts to fp8 are counted,
-    `amax`, `overflow` and `underflow` are those of all steps since the record before.
+    Every column has one entry per tensor, in the same order. If casts to fp8 are counted, `amax`,
+    `overflow` and `underflow` cover all steps since the previous record.
     """
 
     step: int
@@ -42,35 +42,32 @@ class HealthRecord:
     amin: tuple[float, ...]
     """The smallest magnitude above zero."""
     overflow: tuple[float, ...]
-    """Share of elements beyond the largest value of the format."""
+    """Share of elements above the largest value of the format."""
     underflow: tuple[float, ...]
-    """Share of elements that rounded to zero and were not."""
+    """Share of nonzero elements that rounded to zero."""
     subnormal: tuple[float, ...]
-    """Share of elements that kept only some of their digits, near zero."""
+    """Share of elements that lost digits near zero."""
     nonfinite: tuple[float, ...]
-    """Share of elements that were infinite or NaN before any cast."""
+    """Share of elements that were inf or NaN before any cast."""
     snr_db: tuple[float | None, ...]
-    """Signal over what the cast changed; None where nothing was cast or measured."""
+    """Signal-to-noise ratio of the cast; None if nothing was cast or measured."""
 
     def __post_init__(self) -> None:
-        """Refuse columns of different lengths, and shares that are none."""
+        """Raise for columns of different lengths, and for shares outside 0 to 1."""
         lengths = {name: len(getattr(self, name)) for name in (*NAMES, *NUMBERS)}
         if len(set(lengths.values())) > 1:
             message = ", ".join(f"{name} {n}" for name, n in lengths.items())
-            raise ValueError(f"the columns differ in length: {message}")
+            raise ValueError(f"columns must have the same length, got {message}")
         for name in SHARES:
             column = getattr(self, name)
             # min and max skip nothing but NaN, which no comparison finds.
             if column and not (0 <= min(column) <= max(column) <= 1 and sum(column) >= 0):
-                raise ValueError(f"{name} holds something that is no share between 0 and 1")
+                raise ValueError(f"{name} must be shares from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentRecord:
-    """How the magnitudes of one tensor were spread over the powers of two.
-
-    Counted as the format saw them: after any scale, before the cast.
-    """
+    """Histogram of the exponents of one tensor, after any scale and before the cast."""
 
     step: int
     module: str
@@ -82,7 +79,7 @@ class ExponentRecord:
 
 
 def health_line(record: HealthRecord, *, kind: str) -> str:
-    """Return `record` as one line of strict JSON, its numbers rounded to four digits."""
+    """Return `record` as one line of strict JSON, with four digits per number."""
     head: dict[str, object] = {"kind": kind, "step": record.step}
     for name in NAMES:
         column = getattr(record, name)
@@ -94,14 +91,14 @@ def health_line(record: HealthRecord, *, kind: str) -> str:
 
 
 def health_from_json(results: dict[str, Any]) -> HealthRecord:
-    """Return the record that such a line was made from; raise KeyError or TypeError otherwise."""
+    """Return the record of such a line; raise KeyError or TypeError otherwise."""
     step = results.pop("step", None)
     if type(step) is not int or abs(step) > LARGEST:
         raise TypeError("step is not a whole number")
     values: dict[str, Any] = {name: _texts(name, results) for name in NAMES}
     values |= {name: _numbers(name, _column(name, results)) for name in NUMBERS}
     if results:
-        raise KeyError(f"{min(results)} does not belong there")
+        raise KeyError(f"{min(results)} is not a known field")
     try:
         return HealthRecord(step=step, **values)
     except ValueError as error:
@@ -142,9 +139,9 @@ def _texts(name: str, matched: dict[str, Any]) -> tuple[str, ...]:
         raise TypeError(f"{name}s are not text")
     # A negative place would count from the end.
     if not set(map(type, places)) <= {int} or (places and min(places) < 0):
-        raise TypeError(f"{name} is not a list of places in {name}s")
+        raise TypeError(f"{name} is not a list of indices into {name}s")
     if places and max(places) >= len(texts):
-        raise TypeError(f"{name} points beyond {name}s")
+        raise TypeError(f"{name} has an index beyond {name}s")
     return tuple(map(texts.__getitem__, places))
 
 
@@ -155,13 +152,13 @@ def _numbers(name: str, column: Sequence[Any]) -> tuple[float | None, ...]:
     if kinds <= {float, int}:
         return tuple(map(float, column))
     if not kinds <= {float, int, str, type(None)} or (name != "snr_db" and type(None) in kinds):
-        raise TypeError(f"{name} holds something that is not a number")
+        raise TypeError(f"{name} has a value that is not a number")
     return tuple(_number(name, x) for x in column)
 
 
 def _number(name: str, x: float | str | None) -> float | None:
     if isinstance(x, str):
         if x not in strict_json.NONFINITE:
-            raise TypeError(f"{name} holds something that is not a number")
+            raise TypeError(f"{name} has a value that is not a number")
         return strict_json.NONFINITE[x]
     return None if x is None else float(x)

@@ -1,6 +1,6 @@
-"""How the headline of a run's evaluations has gone: its best, and how long there was no better one.
+"""Progress of the headline metric: its best value, and evaluations without improvement.
 
-The trainer keeps it, a checkpoint holds it, and whoever shows a run makes it again from records.
+The trainer keeps it, a checkpoint has it, and displays compute it again from records.
 """
 
 import math
@@ -15,21 +15,21 @@ from narrowcast.runs.task_info import Metric
 
 @dataclass(frozen=True, kw_only=True)
 class Improvement:
-    """How a run's evaluations stand; goes into a checkpoint as plain data."""
+    """State of a run's evaluations; plain data in a checkpoint."""
 
     best: float = math.nan
-    """The best value so far; no number before the first that is finite."""
+    """Best value so far; NaN before the first finite one."""
     best_step: int = 0
-    """The step it was measured at, the first if there were several."""
+    """Step of the best value, the first one if there are several."""
     counted: float = math.nan
-    """The last value that was better by enough than the one that counted before it."""
+    """Last value that improved by more than `min_delta`."""
     stalled: int = 0
-    """Evaluations in a row since then; one that is no finite number is no improvement."""
+    """Evaluations since then; a nonfinite value is no improvement."""
     evaluated: int = 0
-    """The step of the last evaluation."""
+    """Step of the last evaluation."""
 
     def after(self, record: Record, *, metric: Metric, min_delta: float = 0.0) -> "Improvement":
-        """Return how it stands after one more record; `min_delta` or less is no improvement."""
+        """Return the state after a record; a change of `min_delta` or less is no improvement."""
         if not isinstance(record, EvalRecord) or metric.name not in record.metrics:
             return self
         value, step = record.metrics[metric.name], record.step
@@ -45,7 +45,7 @@ class Improvement:
         return result
 
     def why_over(self, *, metric: Metric, patience: int) -> str:
-        """Say why a run with so much patience ends here; nothing where it goes on. 0: it does."""
+        """Return why a run with this patience ends here, as text, or ""; 0 is endless patience."""
         if patience < 1 or self.stalled < patience:
             return ""
         times = "evaluation" if self.stalled == 1 else "evaluations"
@@ -57,7 +57,7 @@ class Improvement:
 
 
 def delta_in(setting: object) -> float:
-    """Return the `eval.min_delta` that a file says; 0 where it says none."""
+    """Return `eval.min_delta` from plain data, or 0."""
     fits = isinstance(setting, float) or (isinstance(setting, int) and abs(setting) < LARGEST)
     return float(setting) if fits else 0.0  # type: ignore[arg-type]  # a number, as just seen
 
@@ -65,7 +65,7 @@ def delta_in(setting: object) -> float:
 def measure_improvement(
     records: Iterable[Record], *, metric: Metric, min_delta: float = 0.0
 ) -> Improvement:
-    """Return how the evaluations of a run stand after `records`."""
+    """Return the state of a run's evaluations after `records`."""
     matched = Improvement()
     for record in records:
         matched = matched.after(record, metric=metric, min_delta=min_delta)

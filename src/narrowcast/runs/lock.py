@@ -1,6 +1,6 @@
-"""One writer a run folder: a second process that would continue the same run is refused.
+"""One writer per run folder; a second process that resumes the same run gets an error.
 
-A reader may ask whether there is a writer, without becoming one.
+Readers can check whether there is a writer without becoming one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from narrowcast.errors import CheckpointError
 from narrowcast.runs.writing import explain_write_error
 
 LOCK = ".lock"
-"""The lock file of a run folder."""
+"""Lock file of a run folder."""
 
 _held: set[tuple[int, int]] = set()
 """Device and inode of every lock file that this process holds.
@@ -31,29 +31,29 @@ _guard = threading.Lock()
 
 @final
 class Lock:
-    """A lock on a file, held until released or until the process dies, however it dies.
+    """A lock on a file, held until released or until the process dies.
 
-    POSIX record locks, not flock: a forked data worker that outlives a killed run would go on
-    holding a flock. Where the file system has no locks, only this process is guarded against.
+    A POSIX record lock, not flock: a forked data worker that outlives a killed run would still hold
+    a flock. If the file system has no locks, only this process is guarded against.
     """
 
     def __init__(self, path: Path) -> None:
-        """Name the lock file; it is made when the lock is taken, and stays."""
+        """The file is created when the lock is taken, and stays."""
         self._path = path
         self._file: int | None = None
 
     def __del__(self) -> None:
-        """Let go of it where a run was dropped without being closed: nobody writes any more."""
+        """Release the lock of a run that was dropped without being closed."""
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock, or raise CheckpointError where somebody has it, here or elsewhere."""
+        """Take the lock; raise CheckpointError if this or another process has it."""
         if self._file is not None or sys.platform == "win32":
             return
         with _guard:
             if _is_held_here(self._path):
                 raise CheckpointError(
-                    f"this process is writing to {self._path.parent} already; close that run first"
+                    f"This process is already writing to {self._path.parent}. Close that run first."
                 )
             self._file = self._locked()
             _held.add(_identity(os.fstat(self._file)))
@@ -65,7 +65,7 @@ class Lock:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise CheckpointError(
-                f"cannot write to {self._path.parent}: {explain_write_error(error)}"
+                f"Cannot write to {self._path.parent}: {explain_write_error(error)}."
             ) from error
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,13 +73,13 @@ class Lock:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 os.close(file)
                 raise CheckpointError(
-                    f"another process is writing to {self._path.parent}; wait until it has ended, "
-                    "or end it"
+                    f"Another process is writing to {self._path.parent}. Wait until it has ended, "
+                    "or stop it."
                 ) from error
         return file
 
     def release(self) -> None:
-        """Let the next one have the lock."""
+        """Release the lock."""
         if self._file is not None:
             _held.discard(_identity(os.fstat(self._file)))
             os.close(self._file)
@@ -87,9 +87,9 @@ class Lock:
 
 
 def is_held(path: Path) -> bool | None:
-    """Say whether somebody holds the lock at `path`; None where the system does not tell.
+    """Return whether the lock at `path` is held; None if the system cannot say.
 
-    Asks without taking the lock, so that a run that starts at this moment is not refused.
+    Does not take the lock, so that a run that starts at this moment gets it.
     """
     if _is_held_here(path):
         return True

@@ -1,7 +1,6 @@
-"""Reading a file of a folder that another process writes to, or that a stranger has made.
+"""Reading files that another process writes, or that come from a stranger.
 
-What is shown to a browser is never the target of a link, so that what lies outside the folder is
-not read.
+Links are not followed, so that a browser is shown nothing from outside the folder.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from narrowcast.runs import strict_json
 
 
 def peek_json(path: Path, *, most_bytes: int) -> Any:
-    """Return what `path` holds, or None where it is not there, too large or not JSON."""
+    """Return the content of `path`, or None if it is missing, too large or not JSON."""
     try:
         with open_plain(path) as file:
             if os.fstat(file.fileno()).st_size > most_bytes:

@@ -1,4 +1,4 @@
-"""What happened in a run: one frozen value an event, and its line of JSON."""
+"""Records: one frozen value per event of a run, and its line of JSON."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class StepRecord:
     grad_norm: float
     lr: float
     lost_updates: float | None
-    """Share of weights whose update rounded to nothing; None where it was not measured."""
+    """Share of weights whose update rounded to zero; None if not measured."""
     items: int
-    """What the step read, in the units of its task: tokens, samples."""
+    """Items in the step, in the units of its task: tokens, samples."""
     seconds: float
     peak_bytes: int
     loss_parts: dict[str, float] = field(default_factory=dict)
-    """The parts of the loss that its task names; none where it is of one piece."""
+    """Parts of the loss by name; empty if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """What an evaluation found; on the line, the metrics stand beside `step`."""
+    """Metrics of an evaluation; on the line they are next to `step`."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -65,30 +65,30 @@ class EvalRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class FindingRecord:
-    """Something wrong: where, since when, what, why, what was done, and what to try."""
+    """A problem: where, since when, what, why, what was done, and what to try."""
 
     step: int
-    """When it was told."""
+    """Step at which it was reported."""
     since: int
-    """The step at which it began."""
+    """Step at which it started."""
     module: str
     role: str
     what: str
     why: str
     action: str
-    """What was done about it; empty where nothing was."""
+    """What was done about it, or empty."""
     advice: str
-    """What its owner may try; empty where there is nothing to do."""
+    """What to try, or empty."""
 
     @property
     def remedy(self) -> str:
-        """What was done and what to try, as far as there is any."""
+        """What was done and what to try."""
         return "; ".join(part for part in (self.action, self.advice) if part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionRecord:
-    """A change of format in the run; on the line, `before` and `after` are `from` and `to`."""
+    """A change of format; on the line, `before` and `after` are `from` and `to`."""
 
     step: int
     module: str
@@ -109,7 +109,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyRecord:
-    """What a strategy did between two steps: a phase, a prediction and what became of it."""
+    """An action of a strategy between two steps: a phase, a jump, a choice of weights."""
 
     step: int
     phase: str
@@ -120,7 +120,7 @@ class StrategyRecord:
     values: dict[str, float]
     """Its numbers by name."""
     seconds: float
-    """What it took beside the steps."""
+    """Time it took in addition to the steps."""
 
 
 Record = (
@@ -146,37 +146,37 @@ KINDS: dict[str, type[Record]] = {
 }
 
 MEASURED = frozenset({"seconds", "seconds_blocked", "seconds_total", "peak_bytes", "bytes"})
-"""Fields that differ between two runs of the same course."""
+"""Fields that differ between two equal runs."""
 
 
 def to_line(record: Record) -> str:
-    """Return `record` as one line of strict JSON, without the line's end."""
+    """Return `record` as one line of strict JSON, without a newline."""
     if isinstance(record, HealthRecord):
         return health_line(record, kind="health")
     return strict_json.dumps(_to_json(record))
 
 
 def from_line(line: str) -> Record:
-    """Return the record that `line` was made from, or raise CheckpointError."""
+    """Return the record of a line, or raise CheckpointError."""
     try:
         result = strict_json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not a record: {error}: {_shown(line)}") from None
+        raise CheckpointError(f"not a record ({error}): {_shown(line)}") from None
     kind = result.pop("kind", None) if isinstance(result, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
         raise CheckpointError(
-            f"not a record: its kind is none of {', '.join(KINDS)}: {_shown(line)}"
+            f"not a record (kind must be one of {', '.join(KINDS)}): {_shown(line)}"
         )
     try:
         return _from_json(KINDS[kind], result)
     except (KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(
-            f"not a record of kind {kind}: {error.args[0]}: {_shown(line)}"
+            f"not a record of kind {kind} ({error.args[0]}): {_shown(line)}"
         ) from None
 
 
 def same_trajectory(a: Record, b: Record) -> bool:
-    """Say whether two records are equal apart from what a clock or a memory meter read."""
+    """Return whether two records are equal except for times and memory."""
     return _course(a) == _course(b)
 
 
@@ -189,7 +189,10 @@ def _to_json(record: Record) -> dict[str, object]:
     kind = next(kind for kind, cls in KINDS.items() if type(record) is cls)
     if isinstance(record, EvalRecord):
         if taken := _RESERVED & record.metrics.keys():
-            raise ValueError(f"a metric cannot be called {min(taken)}: the line has its own")
+            raise ValueError(
+                f"A metric must not be named {min(taken)}, which is a field of the record. Rename "
+                "it."
+            )
         return {"kind": kind, "step": record.step, **record.metrics}
     values = {_ON_THE_LINE.get(f.name, f.name): getattr(record, f.name) for f in fields(record)}
     if isinstance(record, StepRecord) and not record.loss_parts:
@@ -214,7 +217,7 @@ def _from_json(cls: type[Record], results: dict[str, Any]) -> Record:
             raise KeyError(f"{name} is missing")
         values[f.name] = _READERS[str(f.type)](name, results.pop(name))
     if results:
-        raise KeyError(f"{min(results)} does not belong there")
+        raise KeyError(f"{min(results)} is not a known field")
     return cls(**values)
 
 
@@ -234,7 +237,7 @@ def _whole(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is not a whole number")
     if abs(value) > LARGEST:
-        raise TypeError(f"{name} is beyond 2**63")
+        raise TypeError(f"{name} is above 2**63")
     return value
 
 
@@ -243,7 +246,7 @@ def _wholes(name: str, value: object) -> tuple[int, ...]:
         raise TypeError(f"{name} is not a list")
     matches = tuple(_whole(name, item) for item in value)
     if matches and min(matches) < 0:
-        raise TypeError(f"{name} holds a count below 0")
+        raise TypeError(f"{name} has a count below 0")
     return matches
 
 

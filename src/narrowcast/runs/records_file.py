@@ -1,4 +1,4 @@
-"""The file of records: lines appended one by one, of which at most the last can be torn."""
+"""The file of records: lines that are appended, of which at most the last can be torn."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from narrowcast.runs.writing import explain_write_error, replace_file
 
 @final
 class RecordsFile:
-    """A file of records that anybody may read, and one process at a time may write."""
+    """A file of records that anybody may read and one process at a time may write."""
 
     def __init__(self, path: Path) -> None:
-        """Name the file, which must exist; it is opened and locked when first written."""
+        """The file must exist; it is opened and locked at the first write."""
         self.path = path
         self._lock = Lock(path.with_name(LOCK))
         self._file: int | None = None
 
     def claim(self) -> None:
-        """Become the one that writes, or raise CheckpointError where another process is."""
+        """Take the lock; raise CheckpointError if another process has it."""
         self._lock.acquire()
 
     def read(self) -> list[Record]:
-        """Return every whole record; a torn last line is left out, any other is an error."""
+        """Return every record; a torn last line is left out, any other raises."""
         return [record for record, _ in self._ended_records()]
 
     def hold(self) -> None:
-        """Open the file for writing, unless another process has it."""
+        """Open the file for writing; raise if another process writes to it."""
         self._open()
 
     def is_at(self, path: Path) -> bool | None:
@@ -57,7 +57,7 @@ class RecordsFile:
         self._open()
 
     def append(self, record: Record) -> None:
-        """Add `record`; when this returns, it survives the death of the process."""
+        """Append a record, which survives a kill of the process from here on."""
         line = (to_line(record) + "\n").encode()
         file = self._open()
         before = os.fstat(file).st_size
@@ -69,12 +69,11 @@ class RecordsFile:
             raise self._cannot_write(error) from error
 
     def rewind(self, step: int, *, saved_bytes: int | None = None) -> list[Record]:
-        """Drop what follows the checkpoint of `step`, and a torn last line; return what is left.
+        """Drop what follows the checkpoint of `step`, and a torn last line; return the rest.
 
-        `saved_bytes` is the size of the file when the checkpoint was taken; None: not known. A
-        checkpoint in the background is recorded after later steps, so its record may go, too.
-        Where the run died between saving the checkpoint and recording it, the records up to
-        `step` stay.
+        `saved_bytes` is the size of the file at the checkpoint, if known. A background checkpoint
+        is recorded after later steps, so its record may be dropped too. If the run died before it
+        recorded the checkpoint, the records up to `step` stay.
         """
         self._lock.acquire()
         ended = self._ended_records()
@@ -95,16 +94,16 @@ class RecordsFile:
         return [record for record, end in ended if end <= stored]
 
     def close(self) -> None:
-        """Let another process write."""
+        """Close the file and release the lock."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
         self._lock.release()
 
     def _open(self, ended: list[tuple[Record, int]] | None = None) -> int:
-        """Return the file open for writing, its last line whole, once this is the one writer.
+        """Return the file open and locked for writing, its last line complete.
 
-        `ended` is what it holds, for whoever has read it.
+        `ended` is its content, if it was read already.
         """
         if self._file is not None:
             return self._file
@@ -127,13 +126,13 @@ class RecordsFile:
         return file
 
     def _ended_records(self) -> list[tuple[Record, int]]:
-        """Return every whole record, and the byte after its line."""
+        """Return every record, and the offset of the byte after its line."""
         try:
             content = read_plain(self.path)
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
+            raise CheckpointError(f"Cannot read {self.path}: {error.strerror}.") from error
         *lines, last = content.split(b"\n")
         matches: list[tuple[Record, int]] = []
         end = 0
@@ -143,7 +142,7 @@ class RecordsFile:
                 matches.append((from_line(line.decode()), end))
             except (CheckpointError, UnicodeDecodeError) as error:
                 raise CheckpointError(
-                    f"{self.path} is damaged in line {number}: {error}; put it back from a copy"
+                    f"{self.path} is damaged in line {number}: {error}. Restore it from a copy."
                 ) from error
         try:
             matches.append((from_line(last.decode()), end + len(last) + 1))
@@ -153,8 +152,8 @@ class RecordsFile:
 
     def _cannot_write(self, error: OSError) -> CheckpointError:
         return CheckpointError(
-            f"cannot write to {self.path}: {explain_write_error(error)}; "
-            f"then continue with `{resume_command(self.path.parent)}`"
+            f"Cannot write to {self.path}: {explain_write_error(error)}. Then run "
+            f"`{resume_command(self.path.parent)}`."
         )
 
 

@@ -1,7 +1,7 @@
-"""What drawings are made of: boxes, lines and words of SVG, in the colours of the page around them.
+"""SVG drawings in the colours of the page around them.
 
-Colours are custom properties of the report (`--group0`, `--quiet`), which it sets for light and
-dark. Every drawing says in words what it shows.
+Colours are custom properties of the report (`--group0`, `--quiet`), set for light and dark. Every
+drawing has a text that says what it shows.
 """
 
 import math
@@ -9,19 +9,19 @@ from collections.abc import Iterable
 from html import escape
 
 COLOURS = 8
-"""Those of the page; after them they begin again."""
+"""Number of group colours of the page; they repeat after that."""
 INK, QUIET, GRID, LINE = "var(--ink)", "var(--quiet)", "var(--grid)", "var(--line)"
 
 
 def colour(location: int) -> str:
-    """Return the colour of one of many."""
+    """Return a group colour."""
     return f"var(--group{location % COLOURS})"
 
 
 def drawing(
     marks: Iterable[str], *, width: float, height: float, alt: str, most: float, least: float = 0
 ) -> str:
-    """Return an SVG as wide as the page, but between `least` and `most` pixels; it can be moved."""
+    """Return a scrollable SVG as wide as the page, between `least` and `most` pixels."""
     return (
         f'<div class="scroll"><svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
         f'aria-label="{escape(alt)}" style="width:100%;min-width:{least:.0f}px;'
@@ -39,7 +39,7 @@ def text_mark(
     fill: str = QUIET,
     more: str = "",
 ) -> str:
-    """Write words."""
+    """Draw text."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="fill:{fill};{more}">'
         f"{escape(said)}</text>"
@@ -79,7 +79,7 @@ def dots(points: Iterable[tuple[float, float]], *, radius: float, fill: str, opa
 
 
 def legend(items: Iterable[tuple[str, str]]) -> str:
-    """Name colours: pairs of a colour and what it stands for."""
+    """Return a legend of colours and labels."""
     return (
         '<ul class="legend">'
         + "".join(
@@ -91,7 +91,7 @@ def legend(items: Iterable[tuple[str, str]]) -> str:
 
 
 class Scale:
-    """Where numbers from `low` to `high` stand between two places of a drawing."""
+    """Maps numbers from `low` to `high` to positions from `start` to `end`."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         if not high > low:
@@ -103,7 +103,7 @@ class Scale:
         return self.start + min(max(share, 0.0), 1.0) * (self.end - self.start)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Return round numbers, about five, each with the digits that tell them apart."""
+        """Return about five round numbers, with as many digits as they need."""
         span = self.high - self.low
         step = 10 ** math.floor(math.log10(span / 5))
         step *= next((factor for factor in (1, 2, 5) if span / (step * factor) <= 6), 10)

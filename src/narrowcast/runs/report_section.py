@@ -1,4 +1,4 @@
-"""A section of a run's report that its workload draws: a title, and HTML that stands alone."""
+"""A report section of a workload: a title and self-contained HTML."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ FORBIDDEN = frozenset(
     {"script", "iframe", "object", "embed", "link", "meta", "base", "form", "style", "frame",
      "plaintext", "textarea", "title", "template", "noscript", "xmp", "html", "head", "body"}
 )  # fmt: skip
-"""Elements that load or run something, or that reach beyond their section."""
+"""Elements that load or run something, or reach beyond their section."""
 EMPTY = frozenset({"area", "br", "col", "hr", "img", "input", "source", "track", "wbr"})
-"""Elements without an end."""
+"""Elements without an end tag."""
 ADDRESSES = frozenset(
     {"href", "src", "srcset", "action", "formaction", "data", "poster", "background", "xlink:href",
      "ping", "cite"}
 )  # fmt: skip
-"""Attributes that hold an address: of this page (`#id`) or of a picture in it (`data:image/`)."""
+"""Attributes with an address: `#id` on this page or an inline `data:image/` are allowed."""
 
 _OUTSIDE_STYLE = re.compile(r"url\s*\(|@import|expression\s*\(", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSection:
-    """What a workload adds to the report of its runs; drawn below a heading, as it is.
+    """A section that a workload adds to the report of its runs.
 
-    `html` is markup that is already safe: whatever in it comes from data has been escaped. It may
-    name no address outside the page and run nothing: such a section is refused.
+    `html` is inserted as is, so data in it must be escaped. It may neither load nor run anything.
     """
 
     title: str
@@ -43,18 +42,18 @@ class ReportSection:
         reader = _Reader()
         reader.feed(self.html)
         if "<" in reader.rawdata:  # what follows the section would become part of it
-            reader.note("a tag that does not end")
+            reader.note("an unfinished tag")
         if reader.open:
-            reader.note(f"<{reader.open[-1]}> without its end")
+            reader.note(f"<{reader.open[-1]}> without an end tag")
         if reader.problems:
             raise ConfigError(
-                f"report section {self.title!r} holds {reader.problems}: a report loads and runs "
-                "nothing; draw with plain HTML or SVG, and put pictures in as data:image/…"
+                "A report section must be static HTML or SVG that loads nothing, got "
+                f"{reader.problems} in {self.title!r}. Inline images as data:image/…."
             )
 
 
 class _Reader(HTMLParser):
-    """Looks for the first thing that a section may not hold."""
+    """Finds the first thing that a section may not have."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -84,12 +83,12 @@ class _Reader(HTMLParser):
         if tag in EMPTY:
             return
         if not self.open or self.open.pop() != tag:
-            self.note(f"</{tag}> without its beginning")
+            self.note(f"</{tag}> without a start tag")
 
     def note(self, what: str) -> None:
-        """Keep the first."""
+        """Keep the first problem."""
         self.problems = self.problems or what
 
 
 ReportSections: TypeAlias = Callable[[Path, Sequence[Record]], Sequence[ReportSection]]
-"""From the run folder and its records to sections; pure: the same folder, the same text."""
+"""Returns sections for the run folder and its records; the same text for the same folder."""

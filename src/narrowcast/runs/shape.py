@@ -1,8 +1,7 @@
-"""Whether plain data read from a file has the shape that whoever reads it counts on.
+"""Checks that plain data from a file has the expected shape.
 
-A shape is a type, a tuple of shapes any of which will do, `[shape]` for a list of such, a longer
-list for one of that length, or a dict of shapes by key, in which `ANY` stands for the keys it does
-not name. Keys may be missing.
+A shape is a type, a tuple of alternatives, `[shape]` for a list, a longer list for one of that
+length, or a dict of shapes by key, in which `ANY` stands for all other keys. Keys may be missing.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from typing import Any, TypeAlias
 
 ANY = "*"
 DEEPEST = 50
-"""Levels of nesting in a file of ours: five. Readers call themselves once a level."""
+"""Deepest nesting that is read; our files have five levels."""
 LARGEST = 2**63
-"""No step, count or size of a run is larger, and of 10**400 no float can be made."""
+"""Largest step, count or size; of 10**400 no float can be made."""
 
 Shape: TypeAlias = Any
 
 
 def misfit(value: Any, shape: Shape, where: str = "it") -> str | None:
-    """Say what in `value` is not of `shape`; None where all is."""
+    """Return what in `value` does not have `shape`, as text, or None."""
     match shape:
         case dict():
             if not isinstance(value, dict):
@@ -48,7 +47,7 @@ def misfit(value: Any, shape: Shape, where: str = "it") -> str | None:
 
 
 def unreadable(value: Any) -> str | None:
-    """Say what no reader can take in: values nested without end, numbers without bounds."""
+    """Return what cannot be read, as text, or None: nesting without end, numbers without bounds."""
     level = [value]
     for _ in range(DEEPEST):
         inside: list[Any] = []
@@ -59,7 +58,7 @@ def unreadable(value: Any) -> str | None:
                 case list():
                     inside += each
                 case int() if abs(each) > LARGEST:
-                    return "it holds a whole number beyond 2**63"
+                    return "it has a whole number above 2**63"
         if not inside:
             return None
         level = inside

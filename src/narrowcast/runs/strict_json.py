@@ -1,4 +1,4 @@
-"""JSON as the standard has it: numbers that are not finite become the words inf, -inf and nan."""
+"""Strict JSON, in which nonfinite numbers are the strings inf, -inf and nan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-"""The words, and the numbers they stand for."""
+"""Nonfinite numbers by their string."""
 
 
 def dumps(value: object, *, indent: int | None = None) -> str:
@@ -17,10 +17,7 @@ def dumps(value: object, *, indent: int | None = None) -> str:
 
 
 def loads(text: str) -> Any:
-    """Parse JSON; NaN and Infinity without quotes are refused, as the standard asks.
-
-    So is half a character (`\\ud800`), which no page could be written with.
-    """
+    """Parse strict JSON; raise ValueError for a bare NaN or Infinity, or a lone surrogate."""
     value = json.loads(text, parse_constant=_raise_constant)
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError, a ValueError

@@ -1,4 +1,4 @@
-"""The numbers shown while a run goes on, as a value that each step hands on."""
+"""The numbers shown during a run, as an immutable value."""
 
 import math
 from collections.abc import Mapping
@@ -7,25 +7,25 @@ from dataclasses import dataclass, field, replace
 from narrowcast.runs.records import StepRecord
 
 KEPT = 0.9
-"""Share of a smoothed number that is left one step later: it looks back about ten steps."""
+"""Decay of a smoothed number per step: about ten steps count."""
 WARM_UP = 3
-"""First steps of a process, which say nothing of its pace: they compile, allocate and measure."""
+"""First steps of a process, which are slow: they compile, allocate and measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Smooth:
-    """A mean over the last steps, in which older ones count less."""
+    """Exponential moving average."""
 
     total: float = 0.0
     weight: float = 0.0
 
     @property
     def value(self) -> float:
-        """The mean; not a number before the first step."""
+        """The mean; NaN before the first step."""
         return self.total / self.weight if self.weight else math.nan
 
     def after(self, x: float) -> "Smooth":
-        """Return the mean with `x` in it; an infinite one would stay for good and is left out."""
+        """Return the mean with `x`; nonfinite values are left out."""
         if not math.isfinite(x):
             return self
         return Smooth(total=self.total * KEPT + x, weight=self.weight * KEPT + 1)
@@ -33,7 +33,7 @@ class Smooth:
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """How far a run is, and how it goes."""
+    """Progress and speed of a run."""
 
     steps: int
     step: int = 0
@@ -44,7 +44,7 @@ class Tally:
     last_loss: float = math.nan
     smooth_loss: Smooth = field(default_factory=Smooth)
     smooth_parts: Mapping[str, Smooth] = field(default_factory=dict)
-    """Of each part of the loss, for tasks that name them."""
+    """Of each loss part."""
     warm: int = 0
     """Steps of this process so far, up to `WARM_UP`."""
     smooth_items: Smooth = field(default_factory=Smooth)
@@ -52,11 +52,11 @@ class Tally:
     """Of the steps after the first `WARM_UP` of a process."""
 
     def resumed(self) -> "Tally":
-        """Return the numbers for a process that goes on from here, at a pace of its own."""
+        """Return the numbers for a process that resumes here, with a speed of its own."""
         return replace(self, warm=0, smooth_items=Smooth(), smooth_seconds=Smooth())
 
     def after(self, record: StepRecord) -> "Tally":
-        """Return the numbers with one more step in them."""
+        """Return the numbers after one more step."""
         settled = self.warm >= WARM_UP
         return replace(
             self,
@@ -81,18 +81,18 @@ class Tally:
 
     @property
     def loss(self) -> float:
-        """The loss of the last steps; that of the last one, where it is not finite."""
+        """Smoothed loss; the last one if it is not finite."""
         return self.smooth_loss.value if math.isfinite(self.last_loss) else self.last_loss
 
     @property
     def step_seconds(self) -> float:
-        """What one of the last steps took; before any counts, the mean of all."""
+        """Smoothed time per step; at first the mean of all."""
         known = self.smooth_seconds.weight or not self.step
         return self.smooth_seconds.value if known else self.seconds / self.step
 
     @property
     def items_per_second(self) -> float:
-        """The pace of the last steps; before any counts, that of all."""
+        """Smoothed items per second; at first those of all steps."""
         if not self.smooth_seconds.weight:
             return self.items / self.seconds if self.seconds else math.nan
         seconds = self.smooth_seconds.value
@@ -100,8 +100,5 @@ class Tally:
 
     @property
     def seconds_left(self) -> float:
-        """The time the remaining steps take at that pace, evaluations not counted.
-
-        Not a number until a step has been taken at that pace: the first would be ten times off.
-        """
+        """Time for the remaining steps without evaluations; NaN during the slow first steps."""
         return (self.steps - self.step) * self.smooth_seconds.value

@@ -1,4 +1,4 @@
-"""What a run's task counts and how it is judged: said once, read by whatever shows the run."""
+"""Units and metrics of a task, for everything that shows a run."""
 
 from __future__ import annotations
 
@@ -10,77 +10,89 @@ from typing import Any, Literal
 from narrowcast.errors import CheckpointError, ConfigError
 
 AVERAGED = "ema_"
-"""Before the name of a metric that was taken with the average of the weights."""
+"""Prefix of metrics that were evaluated with the EMA weights."""
 
 
 _WAYS = ("lower", "higher")
 _FORMAT = re.compile(r"[+,]{0,2}(\.\d{1,2})?[efg%]")
-"""What `text` may be: it comes from a file, and a width could fill a page."""
+"""Allowed format specifications: they come from a file, and a width could fill a page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A number that an evaluation returns: its name, which way is better, how it is printed."""
+    """A metric of an evaluation: its name, which way is better, how it is printed."""
 
     name: str
     better: Literal["lower", "higher"] = "lower"
     text: str = ".4g"
     """Format specification, e.g. `.4f` or `.1%`."""
     ranked: bool = True
-    """False for a number that is neither better when lower nor when higher, such as a count."""
+    """False for a number that is neither better lower nor higher, such as a count."""
 
     def __post_init__(self) -> None:
         overrides = (self.name, self.better, self.text)
         if not all(isinstance(word, str) for word in overrides) or self.better not in _WAYS:
-            raise ConfigError(f"metric {self.name!r}: better is lower or higher, not {self.better}")
+            raise ConfigError(
+                f"better of metric {self.name!r} must be 'lower' or 'higher', got {self.better!r}."
+            )
         if not _FORMAT.fullmatch(self.text):
-            raise ConfigError(f"metric {self.name!r}: text={self.text!r}; write e.g. .4g or .1%")
+            raise ConfigError(
+                f"text of metric {self.name!r} must be a format such as .4g or .1%, got "
+                f"{self.text!r}."
+            )
 
     def written(self, value: float) -> str:
         """Return a value as text."""
         return format(value, self.text) if math.isfinite(value) else str(value)
 
     def is_better(self, value: float, than: float) -> bool:
-        """Say whether a value is better than another; one that is no number never is."""
+        """Return whether a value is better than another; NaN never is."""
         return value < than if self.better == "lower" else value > than
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskInfo:
-    """What is counted, which metrics there are, and which parts the loss has."""
+    """Units, metrics and loss parts of a task."""
 
     unit: str = "sample"
     """What `items` counts: token, sample, base, series."""
     plural: str = ""
-    """More than one of it; left out, the unit with an s."""
+    """Plural of the unit; by default the unit with an s."""
     metrics: tuple[Metric, ...] = (Metric(name="loss"),)
-    """Those of an evaluation; the first is the headline."""
+    """Metrics of an evaluation; the first is the headline."""
     loss_parts: tuple[str, ...] = ()
-    """Names of the parts of the loss; none where it is of one piece."""
+    """Names of the loss parts; empty if the loss has none."""
     notes: tuple[str, ...] = ()
-    """What a user should know of the model and the data before the first step, a line each."""
+    """Lines about the model and the data to show before the first step."""
 
     def __post_init__(self) -> None:
         terms = (self.unit, self.plural, *self.loss_parts, *self.notes)
         if not all(isinstance(word, str) for word in terms):
-            raise ConfigError("unit, plural, loss_parts and notes of a task are texts")
+            raise ConfigError(
+                f"unit, plural, loss_parts and notes of a task must be text, got {terms!r}."
+            )
         for field in ("metrics", "loss_parts", "notes"):
             if isinstance(getattr(self, field), str | Metric):
-                raise ConfigError(f"{field} of a task is a tuple: write {field}=(…,)")
+                raise ConfigError(
+                    f"{field} of a task must be a tuple, got {getattr(self, field)!r}. Write "
+                    f"{field}=(…,)."
+                )
         if strange := [metric for metric in self.metrics if not isinstance(metric, Metric)]:
-            raise ConfigError(f"metrics of a task are Metric(name=…), not {strange[0]!r}")
+            raise ConfigError(f"metrics of a task must be Metric(name=…), got {strange[0]!r}.")
         if self.unit.endswith("s") and not self.plural:
             raise ConfigError(
-                f"unit={self.unit!r}: write one of what is counted, e.g. token; or plural= too"
+                f"unit must be singular, got {self.unit!r}. Write e.g. token, or add plural=."
             )
         names = [metric.name for metric in self.metrics]
         if averaged := [name for name in names if name.startswith(AVERAGED)]:
             raise ConfigError(
-                f"metric {averaged[0]!r}: {AVERAGED}… is what the average of the weights gives; "
-                "choose another name"
+                f"Names of metrics must not start with {AVERAGED}, which marks metrics of EMA "
+                f"weights, got {averaged[0]!r}. Choose another name."
             )
         if not names or len(set(names)) != len(names):
-            raise ConfigError(f"a task has metrics of different names, the headline first: {names}")
+            raise ConfigError(
+                f"metrics of a task must have different names, the headline first, got {names}."
+            )
         if not self.metrics[0].ranked:
             raise ConfigError(
                 f"The first metric ranks runs, got {names[0]!r} with ranked=False. Put another "
@@ -98,17 +110,14 @@ class TaskInfo:
         return self.metrics[0]
 
     def metric(self, name: str) -> Metric:
-        """Return the metric of that name, with or without the weights averaged.
-
-        One that was not declared counts as lower is better.
-        """
+        """Return the metric of that name, also with the EMA prefix; lower is better if unknown."""
         bare = name.removeprefix(AVERAGED)
         result = next((m for m in self.metrics if m.name in (name, bare)), None)
         return Metric(name=name) if result is None else result
 
     @property
     def judged_by(self) -> tuple[object, ...]:
-        """What two parts of one run must agree in; how it is printed may change."""
+        """What all parts of one run must agree on; the format of numbers may change."""
         metrics = tuple((metric.name, metric.better) for metric in self.metrics)
         return self.unit, metrics, self.loss_parts
 
@@ -118,7 +127,7 @@ class TaskInfo:
 
     @classmethod
     def from_json(cls, data: Any) -> TaskInfo:
-        """Return what `to_json` was given; raise CheckpointError for anything else."""
+        """Return the result of `to_json` as a TaskInfo, or raise CheckpointError."""
         try:
             metrics = tuple(Metric(**metric) for metric in data["metrics"])
             texts = {key: tuple(data.get(key, ())) for key in ("loss_parts", "notes")}
@@ -131,4 +140,4 @@ BEFORE_TASK_JSON = TaskInfo(
     unit="token",
     metrics=(Metric(name="loss"), Metric(name="perplexity"), Metric(name="bits_per_byte")),
 )
-"""Of a run folder that does not say: there were only language models then."""
+"""For run folders without task.json, which are of language models."""

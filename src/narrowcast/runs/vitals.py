@@ -1,7 +1,7 @@
-"""What decides whether a run that has done its steps came to anything, as each record hands it on.
+"""Whether a finished run has diverged, computed record by record.
 
-A run whose weights or whose last evaluation are not finite, that never applied a step, or that
-skipped all of its last ones has diverged, whatever else it did.
+It has if its weights or its last evaluation are not finite, if no step was applied, or if all of
+its last steps were skipped.
 """
 
 import math
@@ -12,27 +12,27 @@ from typing import Any
 from narrowcast.runs.records import EvalRecord, FindingRecord, Record, StepRecord
 
 WEIGHTS_NOT_FINITE = "weights not finite"
-"""What an evaluation's finding says of weights it found so."""
+"""The finding of an evaluation with such weights."""
 TOO_MANY_SKIPPED = 10
-"""Steps skipped at the end of a run with which it has diverged."""
+"""Skipped steps at the end of a run that make it diverged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vitals:
-    """How a run stands; goes into a checkpoint as plain data."""
+    """State of a run; plain data in a checkpoint."""
 
     steps: int = 0
     applied: int = 0
     skipped_at_end: int = 0
     evaluated: int = 0
-    """The step of the last evaluation."""
+    """Step of the last evaluation."""
     headline: str = ""
-    """What is wrong with its headline, the metric that runs are judged by."""
+    """What is wrong with the headline metric, or empty."""
     weights: str = ""
-    """Which weights it found not to be finite."""
+    """Which weights are not finite, or empty."""
 
     def after(self, record: Record, *, headline: str) -> "Vitals":
-        """Return how a run that is judged by the metric `headline` stands after one more record."""
+        """Return the state after a record; `headline` is the name of the metric."""
         match record:
             case StepRecord():
                 return replace(
@@ -55,7 +55,7 @@ class Vitals:
 
     @property
     def diverged(self) -> str:
-        """Say what is wrong with a run that ends like this; nothing where nothing is."""
+        """Why a run that ends like this has diverged, or empty."""
         lines = [self.weights, self.headline]
         if not self.applied:
             lines.append(f"none of its {self.steps} steps was applied")
@@ -69,7 +69,7 @@ class Vitals:
 
 
 def measure_vitals(records: Iterable[Record], *, headline: str) -> Vitals:
-    """Return how a run stands after `records`; an evaluation comes before what it found."""
+    """Return the state after `records`; an evaluation comes before its findings."""
     vitals = Vitals()
     for record in records:
         vitals = vitals.after(record, headline=headline)

@@ -1,8 +1,7 @@
-"""Adaptive precision in a run: what its tensors show decides the formats of its modules.
+"""Adaptive precision: health readings decide the format of each module, overflows that of all.
 
-With `precision.adapt.overflows`, overflows in a row decide those of the whole model. What a reading
-or a record shows takes effect one step later than it could: on a GPU that is when the host has it
-without waiting, and a run that was resumed must decide as one that was not.
+A reading or a record takes effect one step later than it could. On a GPU that is when the host has
+it without waiting, and a resumed run must decide like one that was not interrupted.
 """
 
 from collections import deque
@@ -30,7 +29,7 @@ Issues = list[tuple[str, str, str]]
 
 @final
 class Adapter:
-    """Gives modules in trouble a wider format, and back their own after a calm."""
+    """Gives modules with numerical problems a wider format, and their own back after calm steps."""
 
     def __init__(self, prepared: Prepared, recipe: Recipe, *, gemm_rows: int) -> None:
         self._prepared, self._recipe, self._gemm_rows = prepared, recipe, gemm_rows
@@ -38,7 +37,7 @@ class Adapter:
         self.begin()
 
     def begin(self) -> None:
-        """Take the plan that is in force as the policy's own: at the start, and in each phase."""
+        """Use the active plan as the policy's own: at the start, and in each phase."""
         self._ladder = Ladder()
         own = self._prepared.plan
         self._rungs: tuple[Policy, ...] = (own.policy,)
@@ -49,7 +48,7 @@ class Adapter:
             self._prepared.engine.check_plan_change(self._planned(wider), keep_scale=True)
 
     def _stand_on(self, plan: Plan) -> None:
-        """Let this plan be what modules are raised from, and return to."""
+        """Make this the plan that modules are widened from and return to."""
         settings = self._recipe.precision.adapt
         self._seen.clear()  # in other formats
         self._own = plan
@@ -61,13 +60,13 @@ class Adapter:
         )
 
     def own(self) -> Mapping[str, Policy]:
-        """Return what the policy gives to each module that has a wider format now."""
+        """Return the policy's own formats for each module that has a wider format now."""
         return {name: self._own.module(name).policy for name in self._adaptation.overrides}
 
     def observed(
         self, observer: Observer, record: StepRecord, message: StepDiagnosis
     ) -> Iterator[Record]:
-        """Yield what is seen in a step beside its record, and take it in."""
+        """Yield the health records and findings of a step, and take note of them."""
         looked = observer.looked
         yield from observer.account(record, explained=message.explained)
         if message.injected:
@@ -96,23 +95,20 @@ class Adapter:
     def note(
         self, step: int, issues: Issues, *, unsafe_to_lower: list[str], loss_scale: float
     ) -> None:
-        """Take in what the reading of a step with this loss scale has shown.
-
-        `unsafe_to_lower` are the modules that would not fit what the policy gives them.
-        """
+        """Store the issues that a step's reading shows, to act on one step later."""
         if not self._recipe.precision.adapt.enabled:
             return
         left = [t for t in issues if not self._is_left_to_scale(t[0], t[2], loss_scale)]
         self._seen.append((step, left, unsafe_to_lower))
 
     def blame(self, step: int, module: str, role: str, *, loss_scale: float) -> None:
-        """Take in that a verdict on a step says where it overflowed."""
+        """Store where a step overflowed, to act on one step later."""
         enabled = self._recipe.precision.adapt.enabled
         if enabled and not self._is_left_to_scale("overflow", role, loss_scale):
             self._seen.append((step, [("overflow", module, role)], []))
 
     def decide(self, step: int) -> list[PrecisionRecord]:
-        """Return the changes that hold from the step after this one; `apply` makes them."""
+        """Return the changes that start with the step after this one; `apply` makes them."""
         if self._ladder.is_due(step):
             return [self._climb(step)]
         result = []
@@ -134,12 +130,12 @@ class Adapter:
         return result
 
     def apply(self) -> None:
-        """Let the model have the formats decided on."""
+        """Change the model to the formats that were decided."""
         # A scale that fp16 needs goes on in wider formats, and is there when it returns.
         self._prepared.set_policy(self._planned(), keep_scale=self._ladder.rung > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the changes to come."""
+        """Return the state that later changes depend on."""
         seen = [
             [step, [list(t) for t in matched], list(unsafe_to_lower)]
             for step, matched, unsafe_to_lower in self._seen
@@ -148,7 +144,7 @@ class Adapter:
         return {"adaptation": self._adaptation.state_dict(), "seen": seen, "ladder": ladder}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up where a run stood, and bring the model into the formats it had there."""
+        """Restore a `state_dict()`, and change the model to its formats."""
         self.begin()
         self._ladder = Ladder(**state["ladder"])
         if self._ladder.rung:
@@ -162,13 +158,13 @@ class Adapter:
             self.apply()
 
     def _is_left_to_scale(self, kind: str, role: str, loss_scale: float) -> bool:
-        """Say whether the loss scale gives way by itself; a wider format would only hide it."""
+        """Return whether a lower loss scale fixes this; a wider format would only hide it."""
         room = loss_scale > self._recipe.precision.loss_scale.min_scale
         scaled = self._own.policy.needs_loss_scale and room
         return scaled and kind == "overflow" and role in GRADIENTS
 
     def _climb(self, step: int) -> PrecisionRecord:
-        """Go to the rung that is due, up or down; modules begin there in its own formats."""
+        """Move up or down the ladder, where each module starts in the rung's own formats."""
         before, reason = self._own.policy, self._ladder.reason
         self._ladder = self._ladder.moved(step)
         after = self._rungs[self._ladder.rung]

@@ -1,4 +1,4 @@
-"""Batches in an order that is a pure function of the seed, brought to the device ahead of time."""
+"""Batches in an order that is a pure function of the seed, copied to the device ahead of time."""
 
 import gc
 import hashlib
@@ -28,11 +28,8 @@ Collate: TypeAlias = Callable[[Any], Batch]
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Which samples make up batch k, for every k from 0 on.
-
-    Each epoch is a new permutation of all samples; those that do not fill its last batch wait for
-    another epoch.
-    """
+    """Which samples are in batch k. Each epoch is a new permutation, without its last partial
+    batch."""
 
     samples: int
     batch_size: int
@@ -57,7 +54,7 @@ class Order:
         return next(self.starting_at(batch))
 
     def starting_at(self, batch: int) -> Iterator[list[int]]:
-        """Return the samples of `batch` and of all that follow it, without end."""
+        """Yield the samples of `batch` and of all that follow it, without end."""
         epoch, within = divmod(batch, self.batches_per_epoch)
         while True:
             permutation = self._permutation(epoch)
@@ -75,9 +72,8 @@ class Order:
 class BatchStream:
     """An endless iterator of batches on `device`, from batch `start` on.
 
-    `collate` makes a batch of what the data gives. `workers` processes fetch ahead, or none; up to
-    `prefetch` batches wait on a CUDA device, copied there on a stream of their own. Neither changes
-    which batch comes when. Close it, or use it as a context, to end its processes.
+    With `workers`, processes fetch ahead. Up to `prefetch` batches wait on a CUDA device, copied on
+    a stream of their own. Neither changes the batches. Close it to end its processes.
     """
 
     def __init__(
@@ -111,8 +107,7 @@ class BatchStream:
             else (map_tensors(batch, lambda t: t.to(device)) for batch in counted)
         )
         self.items = 0
-        """What `count` says of the latest batch; it is asked while that is on the CPU, so that
-        nothing waits for the device."""
+        """Result of `count` for the latest batch, computed on the CPU: does not synchronise."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -147,19 +142,19 @@ class BatchStream:
 
 
 def fetch(dataset: MapDataset | SampleDataset, indices: list[int]) -> Any:
-    """Return the samples of `indices`, or say which of the data failed."""
+    """Return the samples of `indices`; an error names the sample that failed."""
     if isinstance(dataset, MapDataset):
-        with blamed_on(f"the task's data, asked for samples {_listed(indices)}"):
+        with blamed_on(f"the task's train_data for samples {_listed(indices)}"):
             return dataset.__getitems__(indices)
     samples = []
     for index in indices:
-        with blamed_on(f"sample {index} of the task's data"):
+        with blamed_on(f"sample {index} of the task's train_data"):
             samples.append(dataset[index])
     return samples
 
 
 def _listed(indices: list[int]) -> str:
-    """Write the numbers of samples, the first ones of many."""
+    """Return sample numbers as text, the first eight of many."""
     more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
     return f"{', '.join(map(str, indices[:8]))}{more}"
 
@@ -177,7 +172,7 @@ def _fetched_by_workers(
     prefetch: int,
     collate: Collate,
 ) -> Batches:
-    """Yield the batches of `order`, fetched by `workers` processes, in that order."""
+    """Yield the batches of `order`, fetched by worker processes, in that order."""
     loader = DataLoader(
         _Seeded(dataset, order.seed),
         batch_sampler=_From(order, start),  # type: ignore[arg-type]  # for `_Seeded` alone
@@ -193,10 +188,10 @@ def _fetched_by_workers(
 
 
 def by_workers(loader: "DataLoader[Any]") -> Generator[Any]:
-    """Yield what the workers of a loader fetch, and end them whatever happens.
+    """Yield what the workers of a loader fetch, and always end them.
 
-    An exception would keep the loader alive for its traceback, and Python, which asks processes to
-    end by the signal that these ignore, would wait for them for ever.
+    An exception's traceback would keep the loader alive, and Python would wait forever for workers
+    that ignore SIGTERM.
     """
     # A worker has a copy of all that is here. What a GPU's driver gave cannot be given back there,
     # and trying to ends the process: so no garbage is left to it, see `begin_worker`.
@@ -215,10 +210,7 @@ class _Numbered(NamedTuple):
 
 @dataclass(frozen=True)
 class _Seeded(Dataset[Any]):
-    """Data whose samples, where they draw at random, draw as a function of their batch alone.
-
-    So a run that is resumed, or has another number of workers, has the same batches.
-    """
+    """Data whose random numbers depend only on the batch, whatever the workers or resumes."""
 
     data: MapDataset | SampleDataset
     seed: int
@@ -238,31 +230,31 @@ class _From:
 
 
 def _collated(collate: Collate, samples: Any) -> Batch:
-    with blamed_on("the task's collate, or torch's own where it has none"):
+    with blamed_on("the task's collate, or torch's default_collate"):
         return collate(samples)
 
 
 def _whole_number(items: object) -> int:
-    """Return a count of items; a tensor or NumPy's integer is one too."""
+    """Return a count of items as an int, from an int, a tensor or a NumPy integer."""
     try:
         count = operator.index(items)  # type: ignore[arg-type]  # that is the question
     except TypeError:
         count = -1
     if count < 0 or isinstance(items, bool):
         raise ConfigError(
-            f"items of the task returned {items!r} for a batch; return how many it holds, a whole "
-            "number"
+            f"The task's items must return the number of items in a batch, got {items!r}. Return a "
+            "whole number of 0 or more."
         )
     return count
 
 
 def _stacked(fetched: Any) -> Any:
-    """Return what the data has stacked itself; torch's own data gives lists of samples."""
+    """Return data that is stacked already, or stack a list of samples."""
     return default_collate(fetched) if isinstance(fetched, list) else fetched
 
 
 def begin_worker(worker: int) -> None:
-    """Let a worker process go on until the run ends it, and leave alone what is not its own."""
+    """Make a worker ignore signals: the run ends it, and needs its batches until then."""
     gc.freeze()
     # A terminal sends Ctrl-C, and SIGHUP when it is closed, to every process of the run, and a
     # scheduler SIGTERM. The trainer finishes its step first and needs batches for it; it ends its
@@ -272,7 +264,7 @@ def begin_worker(worker: int) -> None:
 
 
 def _copied_ahead(batches: Batches, device: torch.device, *, depth: int) -> Batches:
-    """Yield `batches` on a CUDA device, `depth` of them copied before they are asked for."""
+    """Yield `batches` on a CUDA device, `depth` of them copied before they are needed."""
     copying = torch.cuda.Stream(device)
     waiting: deque[tuple[Batch, torch.cuda.Event]] = deque()
     for batch in batches:
@@ -290,7 +282,7 @@ def _copied_ahead(batches: Batches, device: torch.device, *, depth: int) -> Batc
 
 
 def make_batches(task: Task, recipe: Recipe, *, start: int, device: torch.device) -> BatchStream:
-    """Return the batches of a run from the one numbered `start` on, as its recipe asks for them."""
+    """Return the batches of a run from batch `start` on."""
     return BatchStream(
         task.train_data,
         recipe.batch_size,

@@ -1,4 +1,4 @@
-"""Kernels that give the same bits every time, where a GPU has faster ones that do not."""
+"""Deterministic kernels, which give the same bits every time and may be slower."""
 
 import os
 from collections.abc import Iterator
@@ -8,17 +8,15 @@ from typing import Any
 import torch
 
 CUBLAS_WORKSPACE = ":4096:8"
-"""What torch asks cuBLAS to be told before it calls its products deterministic."""
+"""What torch requires of cuBLAS before it calls its products deterministic."""
 
 
 @contextmanager
 def deterministic_kernels(requested: bool) -> Iterator[None]:
-    """Use only deterministic kernels inside the block, if `asked`.
+    """Use only deterministic kernels inside the block, if requested.
 
-    On a GPU the backward pass of attention adds up in whatever order its threads come, so two runs
-    of one recipe differ in their last bits, and so do a run and its resumption. Steps
-    take up to twice as long without that. A CPU needs none of it. An operation that has no
-    deterministic kernel raises `RuntimeError`.
+    On a GPU the backward pass of attention sums in any order, so two runs of one recipe, or a run
+    and its resumption, differ in their last bits. Deterministic steps take up to twice as long.
     """
     if not requested:
         yield

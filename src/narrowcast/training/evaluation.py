@@ -1,4 +1,4 @@
-"""An evaluation in the middle of a run, of which the run notices nothing."""
+"""Evaluation during a run, without a trace in weights, modes or random generators."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,11 +17,7 @@ from narrowcast.training.task import Task
 
 
 def evaluate(prepared: Prepared, task: Task) -> dict[str, float]:
-    """Return what the task measures, and `ema_…` the same for the average of the weights if kept.
-
-    Runs in the formats of training. Leaves weights, modes and random generators as they were.
-    Refuses metrics that the task has not declared, and an evaluation without the headline.
-    """
+    """Return the task's metrics, and with an EMA the same as `ema_…` for the averaged weights."""
     model = prepared.model
     device = next(model.parameters()).device
     with preserve_rng(device), in_eval_mode(model), torch.no_grad():
@@ -38,10 +34,10 @@ def evaluate(prepared: Prepared, task: Task) -> dict[str, float]:
 def not_finite(
     metrics: Mapping[str, float], weights: str, *, step: int, lr: str
 ) -> Iterator[FindingRecord]:
-    """Say which numbers of an evaluation are none, if any, and whether weights are to blame.
+    """Yield a finding for weights, and one for metrics, that are not finite.
 
-    `weights` says which of them are not finite. They may be although every such gradient was
-    skipped: an update can overflow by itself. `lr` is how the learning rate is written.
+    Weights can be nonfinite although every such gradient was skipped: an update can overflow by
+    itself.
     """
     if weights:
         yield _finding(
@@ -49,7 +45,7 @@ def not_finite(
             role="weight",
             what=WEIGHTS_NOT_FINITE,
             why=weights,
-            advice=f"go back to an earlier checkpoint, and try a lower {lr}",
+            advice=f"resume from an earlier checkpoint with a lower {lr}",
         )
     bad = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
     if bad:
@@ -57,12 +53,14 @@ def not_finite(
             step,
             role="evaluation",
             what="evaluation not finite",
-            why=f"{', '.join(bad)}: its passes run in the formats of training, on weights that "
+            why=f"{', '.join(bad)}; the evaluation ran in the formats of training, on weights that "
             + ("are not finite" if weights else "are finite"),
             advice=""
             if weights
-            else "look at the steps skipped before it, or at the data it is made with; try a wider "
-            "precision.policy",
+            else (
+                "check the skipped steps before it and the evaluation data, or use a wider "
+                "precision.policy"
+            ),
         )
 
 
@@ -81,7 +79,7 @@ def _finding(step: int, *, role: str, what: str, why: str, advice: str) -> Findi
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module in eval mode, and each back into the mode it was in."""
+    """Put every module in eval mode inside the block, then restore each mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -98,11 +96,11 @@ def _measured(task: Task, model: nn.Module) -> dict[str, float]:
 
 
 def _numbers(metrics: object) -> dict[str, float]:
-    """Return metrics as plain numbers; tensors and NumPy's scalars are, if of one element."""
+    """Return metrics as floats; tensors and NumPy scalars of one element are converted."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(
-            f"the task's evaluation returned a {type(metrics).__name__}; return a dict of numbers "
-            'by name, e.g. {"accuracy": 0.9}'
+            "The task's evaluate must return a dict of numbers by name, got a "
+            f"{type(metrics).__name__}. Return e.g. {{'accuracy': 0.9}}."
         )
     result = {}
     for name, value in metrics.items():
@@ -112,8 +110,8 @@ def _numbers(metrics: object) -> dict[str, float]:
             result[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError):
             raise ConfigError(
-                f"the task's evaluation returned {name}={value!r}, which is not a number; return "
-                "one, e.g. tensor.mean().item()"
+                f"The task's evaluate must return numbers, got {name}={value!r}. Return e.g. "
+                "tensor.mean().item()."
             ) from None
     return result
 
@@ -122,11 +120,12 @@ def _require_declared(metrics: Mapping[str, float], info: TaskInfo) -> None:
     declared = [metric.name for metric in info.metrics]
     if unknown := [name for name in metrics if name not in declared]:
         raise ConfigError(
-            f"the task's evaluation returned {', '.join(unknown)}, and info.metrics declares "
-            f"{', '.join(declared)}; add a Metric for each, which says whether higher is better"
+            "The task's evaluate must return metrics that info.metrics declares "
+            f"({', '.join(declared)}), got {', '.join(unknown)}. Add a Metric for each, with "
+            "better='lower' or 'higher'."
         )
     if info.headline.name not in metrics:
         raise ConfigError(
-            f"the task's evaluation returned {', '.join(metrics) or 'nothing'}, and not "
-            f"{info.headline.name}, the first of info.metrics, by which runs are compared"
+            f"The task's evaluate must return {info.headline.name}, the first of info.metrics, got "
+            f"{', '.join(metrics) or 'no metrics'}. Runs are compared by it."
         )

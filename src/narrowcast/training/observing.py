@@ -1,7 +1,7 @@
-"""What a run looks at beside training: statistics of its tensors, and what they mean.
+"""Health readings of a run: samples of its tensors, their statistics, and findings.
 
-Samples are taken in the steps that are read, and where that cannot be chosen in every step;
-statistics are made of them on the device and arrive with that step's record.
+Tensors are sampled in the steps that are read. Statistics are computed on the device and arrive
+with the record of their step.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import HealthRecord, Record, StepRecord
 
 EXPONENTS_EVERY = 10
-"""Readings between two that also tell how the worst tensors are spread over the powers of two."""
+"""Readings between two that also have histograms of exponents for the worst tensors."""
 
 
 @final
 class Observer:
-    """Reads the tensors of a prepared model every few steps; `every=0`: never."""
+    """Reads the tensors of a prepared model every few steps; `every=0` switches it off."""
 
     def __init__(
         self,
@@ -34,11 +34,7 @@ class Observer:
         own: Callable[[], Mapping[str, Policy]] = dict,
         profile: StepProfile | None = None,
     ) -> None:
-        """Begin to look; `own()` are the policies that modules with other formats came from.
-
-        `seed` decides, with the step, at which positions tensors are sampled.
-        `profile` looks closely at the operations of a few steps.
-        """
+        """Install the probes. `own()` returns the policies that widened modules came from."""
         self._prepared, self._every, self._own = prepared, every, own
         self._seed = seed
         self._profile = profile
@@ -46,18 +42,18 @@ class Observer:
         self._readings: deque[tuple[int, Reading]] = deque()
         self._probes: Probes | None = None
         self.looked = 0
-        """The step of the latest reading that has been judged."""
+        """Step of the latest reading that was judged."""
         self.unsafe_to_lower: list[str] = []
-        """The modules that it has shown not to fit their own formats."""
+        """Modules that would not fit their own formats, by the latest reading."""
         self._install()
 
     @property
     def issues(self) -> list[tuple[str, str, str]]:
-        """What the latest reading that was judged has shown to be wrong: kind, module, role."""
+        """Problems in the latest reading that was judged: kind, module, role."""
         return self._findings.present
 
     def before_step(self, step: int) -> Callable[[], None] | None:
-        """Make ready for a step; return what is to be done between its passes and its update."""
+        """Get ready for a step; return what to call between its backward pass and its update."""
         if self._profile is not None:
             self._profile.before(step)
         if self._probes is None:
@@ -69,7 +65,7 @@ class Observer:
         return self._probes.weights.take
 
     def after_step(self, step: int) -> None:
-        """Read, if it is time to, what a step that was just queued has left."""
+        """Read the tensors of a step that was just queued, if a reading is due."""
         if self._profile is not None:
             self._profile.after(step)
         if self._probes is None or step % self._every:
@@ -80,10 +76,10 @@ class Observer:
         self._probes.forget()
 
     def account(self, record: StepRecord, *, explained: bool = False) -> Iterator[Record]:
-        """Yield what there is to tell beside a step's record: findings, statistics.
+        """Yield the findings and statistics that come with a step's record.
 
-        Of a bad step that a verdict has `explained`, statistics are told and not judged: samples
-        miss the first bad number as often as not, and would name another.
+        If a diagnosis has `explained` a bad step, its statistics are not judged: samples often miss
+        the first bad value and would name another.
         """
         scaling = self._prepared.loss_scale
         yield from self._findings.step(record, scaling=scaling)
@@ -101,7 +97,7 @@ class Observer:
 
     @contextlib.contextmanager
     def probes_removed(self) -> Iterator[None]:
-        """Leave the model as it was inside the block, in which its formats may change."""
+        """Remove the probes inside the block, where formats may change."""
         self._remove()
         try:
             yield
@@ -109,17 +105,17 @@ class Observer:
             self._install()
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the probes and close the profile."""
         self._remove()
         if self._profile is not None:
             self._profile.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the findings to come."""
+        """Return the state that later findings depend on."""
         return self._findings.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore a `state_dict()`."""
         self._findings.load_state_dict(state)
 
     def _remove(self) -> None:

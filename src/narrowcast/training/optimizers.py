@@ -1,4 +1,4 @@
-"""Torch optimizers by name, weight decay where it belongs, one kernel where there is one."""
+"""Torch optimizers by name, fused where torch has one kernel for all parameters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from narrowcast.training.parameter_groups import as_torch_groups
 from narrowcast.training.task import ParameterGroup
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
-"""Where torch 2.11 and 2.13 have one kernel for all parameters (Adam, AdamW, SGD)."""
+"""Where torch 2.11 and 2.13 have fused kernels (Adam, AdamW, SGD)."""
 
 
 def build_optimizer(
@@ -23,10 +23,7 @@ def build_optimizer(
     device: torch.device,
     groups: Sequence[ParameterGroup] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that `settings` names, for the parameters of `model` that train.
-
-    `groups` are those of `groups_of`; where some have another optimizer, both are returned as one.
-    """
+    """Return the optimizer of `settings` for the trained parameters, or several as one."""
     if groups is None:
         groups = [ParameterGroup(parameters=list(model.parameters()))]
     by_settings: dict[OptimizerSection, list[dict[str, Any]]] = {}
@@ -35,7 +32,10 @@ def build_optimizer(
         if matches := as_torch_groups(group, own):
             by_settings.setdefault(own, []).extend(matches)
     if not by_settings:
-        raise ConfigError("the model has no parameter that trains: every requires_grad is false")
+        raise ConfigError(
+            "The model has no trainable parameter: requires_grad is False for all of them. Set "
+            "requires_grad=True for those to train."
+        )
     # The recipe's first: its learning rate is the one that records tell.
     ordered = sorted(by_settings.items(), key=lambda item: item[0] != settings)
     built = [_built(own, result, device=device) for own, result in ordered]
@@ -61,7 +61,7 @@ def _built(
 
 
 def moment_count(settings: OptimizerSection) -> int:
-    """Return how many numbers torch's optimizer keeps for each weight."""
+    """Return how many numbers torch's optimizer stores per weight."""
     with_momentum = int(settings.momentum > 0)
     match settings.name:
         case "adamw" | "adam":

@@ -1,4 +1,4 @@
-"""Who learns how: the groups a task asks for, checked, and as torch's optimizers take them."""
+"""Parameter groups of a task: checked, and in the form torch's optimizers take."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,40 +11,39 @@ from narrowcast.errors import ConfigError
 from narrowcast.training.task import ParameterGroup, Task
 
 FROZEN_UNTIL = "frozen_until"
-"""Of a group of a torch optimizer: the share of the run after which it learns."""
+"""Key in a torch parameter group: share of the run during which the group is frozen."""
 SHOWN = 3
-"""Parameters that a message names; the first ones tell the rest."""
+"""Names that a message lists."""
 
 
 def get_groups(task: Task) -> Sequence[ParameterGroup] | None:
-    """Return the groups of a task, once they are whole, and freeze what they call frozen.
-
-    None where it asks for none. Refuses a parameter in two groups, a trained one in none, and one
-    that the model does not have.
-    """
+    """Check the parameter groups of a task, and freeze those with `frozen`; None without groups."""
     if task.parameter_groups is None:
         return None
     groups = list(task.parameter_groups(task.model))
     if strange := [group for group in groups if not isinstance(group, ParameterGroup)]:
         raise ConfigError(
-            f"the task's parameter_groups returned a {type(strange[0]).__name__} among its groups; "
-            "return a list of narrowcast.ParameterGroup(parameters=…)"
+            "parameter_groups must return a list of narrowcast.ParameterGroup, got a "
+            f"{type(strange[0]).__name__} in it. Write ParameterGroup(parameters=…)."
         )
     names = {parameter: name for name, parameter in task.model.named_parameters()}
     grouped = [parameter for group in groups for parameter in group.parameters]
     if strangers := [p for p in grouped if p not in names]:
         shapes = [f"one of shape {tuple(p.shape)}" for p in strangers]
-        raise ConfigError(f"parameter groups hold {_listed(shapes)} that the model does not have")
+        raise ConfigError(
+            f"Parameter groups must hold parameters of the model, got {_listed(shapes)}. Leave out "
+            "parameters that the model does not have."
+        )
     if twice := [names[p] for p, count in Counter(grouped).items() if count > 1]:
         raise ConfigError(
-            f"{_listed(twice)}: in two parameter groups; a parameter learns in one way, so leave "
-            "it out of one of them"
+            f"A parameter must be in one parameter group, got {_listed(twice)} in two. Leave it "
+            "out of one of them."
         )
     learning = set(grouped)
     if missing := [n for p, n in names.items() if p.requires_grad and p not in learning]:
         raise ConfigError(
-            f"{_listed(missing)}: in no parameter group, so it would never learn; add it to one, "
-            "or to a group with frozen=True"
+            f"Every trainable parameter must be in a parameter group, got {_listed(missing)} in "
+            "none. Add it to a group, or to one with frozen=True."
         )
     for group in groups:
         if group.frozen:
@@ -54,10 +53,10 @@ def get_groups(task: Task) -> Sequence[ParameterGroup] | None:
 
 
 def layerwise_decay(stages: Sequence[nn.Module], *, decay: float) -> list[ParameterGroup]:
-    """Return a group for each of `stages`, from input to output: the last learns at the full rate.
+    """Return one group per stage, from input to output, for layer-wise learning rate decay.
 
-    Each before it has `decay` times the learning rate of the one after it. A weight that two stages
-    share learns with the first of them.
+    The last stage has the full learning rate, each earlier one `decay` times that of the next. A
+    weight shared by two stages belongs to the first.
     """
     groups, seen = list[ParameterGroup](), set[nn.Parameter]()
     for depth, stage in enumerate(stages):
@@ -69,10 +68,10 @@ def layerwise_decay(stages: Sequence[nn.Module], *, decay: float) -> list[Parame
 
 
 def as_torch_groups(group: ParameterGroup, settings: OptimizerSection) -> list[dict[str, Any]]:
-    """Return what a torch optimizer with these settings takes for one group.
+    """Return the torch parameter groups of one group.
 
-    Weight decay that the group does not give acts on parameters of two or more dimensions: on a
-    bias or the gain of a norm it would only pull the function towards nothing.
+    By default weight decay applies to parameters of two or more dimensions, not to biases and norm
+    gains.
     """
     trained = [p for p in group.parameters if p.requires_grad]
     lr = settings.lr if group.lr is None else group.lr

@@ -1,4 +1,4 @@
-"""The plan of every phase of a run, and how phases are told."""
+"""The plan of every phase of a run, and phases as text."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,14 +18,14 @@ from narrowcast.precision.plan.policy import Policy
 from narrowcast.training.optimizers import moment_count
 
 TASK_ROW = "task"
-"""What plan.json calls the row that `precision.task` decided on."""
+"""Key of the `precision.task` row in plan.json."""
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
 
 def get_phases(precision: PrecisionSection) -> tuple[PhaseSection, ...]:
-    """Return the phases of a run, each with its own policy; one where there is no schedule."""
+    """Return the phases of a run with their policies; one if there is no schedule."""
     return tuple(
         phase.model_copy(
             update={
@@ -40,7 +40,7 @@ def get_phases(precision: PrecisionSection) -> tuple[PhaseSection, ...]:
 def plan_phases(
     recipe: Recipe, model: nn.Module, *, hardware: Hardware, gemm_rows: int
 ) -> tuple[Plan, ...]:
-    """Plan every phase of a run, or say all that is wrong with any of them."""
+    """Plan every phase of a run; an error lists the problems of all phases."""
     phases = get_phases(recipe.precision)
     if len(phases) == 1:
         return (_planned(recipe, phases[0], model, hardware=hardware, gemm_rows=gemm_rows),)
@@ -58,10 +58,7 @@ def plan_recipe_model(
     policy: str | Policy | None = None,
     overrides: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Plan a model with all settings of a recipe, some phase's policy and overrides in their place.
-
-    The one call of `make_plan` for a recipe: every setting that it obeys is obeyed here.
-    """
+    """Plan a model with the settings of a recipe, or with a phase's policy and overrides."""
     precision = recipe.precision
     return make_plan(
         model,
@@ -79,7 +76,7 @@ def plan_recipe_model(
 
 
 def _running(recipe: Recipe) -> Execution:
-    """Return how the steps of a recipe are run on a GPU that can capture them."""
+    """Return how the steps of a recipe are executed on a GPU that can capture them."""
     captured = recipe.cuda_graph
     if captured is None:  # too large a model is not, but of its layers no device waits for the host
         saving = recipe.memory.activation_checkpointing != "none"
@@ -88,7 +85,7 @@ def _running(recipe: Recipe) -> Execution:
 
 
 def each_phase(items: Iterable[_Item], ask: Callable[[_Item], _Answer]) -> tuple[_Answer, ...]:
-    """Ask the same of every phase; where some are refused, refuse them all at once."""
+    """Call `ask` for every phase; raise the errors of all phases at once."""
     answers, problems = list[_Answer](), list[NarrowcastError]()
     for number, item in enumerate(items, start=1):
         try:
@@ -105,11 +102,10 @@ def each_phase(items: Iterable[_Item], ask: Callable[[_Item], _Answer]) -> tuple
 def phases_json(
     recipe: Recipe, plans: Sequence[Plan], *, task_row: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the plan a run begins with, as plain data, and with a schedule that of each phase.
+    """Return the plan of a run as plain data, for `narrowcast plan --json` and plan.json.
 
-    What `narrowcast plan --json` prints and what a run keeps as plan.json. A phase has its policy
-    and its end as texts, its bytes by role, its modules as a plan lists them, and in one text the
-    formats of each. `task_row` is what `precision.task` decided on.
+    It is the plan of the first phase. With a schedule, `phases` has policy, end, bytes, modules and
+    formats of each. `task_row` is the row that `precision.task` selected.
     """
     info = plans[0].to_json()
     if task_row is not None:
@@ -129,14 +125,14 @@ def phases_json(
 
 
 def phase_text(phase: PhaseSection, plan: Plan) -> str:
-    """Return a phase's policy as it was written; where that is `auto`, what it stands for."""
+    """Return a phase's policy as written; for `auto`, the policy it stands for."""
     if phase.policy is None or phase.policy.startswith("auto"):
         return str(plan.policy)
     return "; ".join([phase.policy, *(f"{glob}: {text}" for glob, text in phase.overrides.items())])
 
 
 def end_text(until: Until | None, *, steps: int) -> str:
-    """Say when a phase ends."""
+    """Return when a phase ends, as text."""
     match until:
         case None:
             return "the end"

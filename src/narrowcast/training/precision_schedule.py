@@ -1,8 +1,8 @@
-"""The phases of a run: which policy is in force, and when the next one takes its place.
+"""The precision schedule of a run: which policy is active, and when the next one starts.
 
-An end that is a step or a share of the run is known before it begins. A condition is looked at in
-the record of every step and holds one step later: on a GPU that is when the host has the record
-without waiting for it, and a run that was resumed must decide as one that was not.
+An end that is a step or a share of the run is known in advance. A condition is checked in every
+step's record and takes effect one step later. On a GPU that is when the host has the record without
+waiting, and a resumed run must decide like one that was not interrupted.
 """
 
 import math
@@ -28,25 +28,25 @@ from narrowcast.training.setup import make_loss_scales
 from narrowcast.training.task import Task
 
 WHOLE = "*"
-"""In the place of a module: the change is of the whole model."""
+"""In place of a module's name: the change applies to the whole model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleProgress:
-    """How far a run is in its schedule; part of what a checkpoint keeps."""
+    """Position of a run in its schedule; part of a checkpoint."""
 
     phase: int = 0
     since: int = 1
-    """The first step of the phase."""
+    """First step of the phase."""
     calm: int = 0
-    """Steps of the phase since the last that was skipped."""
+    """Steps since the last skipped step of the phase."""
     losses: tuple[float, ...] = ()
-    """Of the last steps of the phase, as many as a condition looks at."""
+    """Losses of the phase's last steps, as many as a condition needs."""
     met_at: int | None = None
-    """The step whose record met the phase's condition."""
+    """Step whose record met the phase's condition."""
 
     def after(self, record: StepRecord, until: Until | None) -> "ScheduleProgress":
-        """Return the progress once a step is known, in a phase with this end."""
+        """Return the progress after a step, in a phase with this end."""
         if self.met_at is not None or not isinstance(until, ConditionSection):
             return self
         calm = self.calm + 1 if record.applied else 0
@@ -58,7 +58,7 @@ class ScheduleProgress:
         return replace(self, calm=calm, losses=losses, met_at=record.step if met else None)
 
     def is_over(self, step: int, until: Until | None, *, steps: int) -> bool:
-        """Say whether the phase ends with this step."""
+        """Return whether the phase ends with this step."""
         if isinstance(until, ConditionSection):
             return self.met_at is not None and self.met_at < step
         end = last_step(until, steps=steps)
@@ -67,7 +67,7 @@ class ScheduleProgress:
 
 @final
 class PrecisionSchedule:
-    """Brings a prepared model into the policy of each phase of its run."""
+    """Changes a prepared model to the policy of each phase."""
 
     def __init__(self, prepared: Prepared, recipe: Recipe, *, task: Task) -> None:
         self._prepared, self._steps = prepared, recipe.steps
@@ -84,16 +84,16 @@ class PrecisionSchedule:
             each_phase(self._plans, check)  # before the run, not in it
 
     def note(self, record: StepRecord) -> None:
-        """Take in what became of a step, each once and in their order."""
+        """Take note of a step's record; called once per step, in order."""
         if self._phases:
             self._progress = self._progress.after(record, self._until)
 
     def is_due(self, step: int) -> bool:
-        """Say whether another phase begins after this step."""
+        """Return whether another phase starts after this step."""
         return bool(self._phases) and self._progress.is_over(step, self._until, steps=self._steps)
 
     def advance(self, step: int) -> list[PrecisionRecord]:
-        """Begin the phase that follows this step; one that is over before it begins is left out."""
+        """Start the phase that follows this step, skipping phases that end before they start."""
         before, reason = self._progress.phase, self._reason()
         while self.is_due(step):
             self._progress = ScheduleProgress(phase=self._progress.phase + 1, since=step + 1)
@@ -109,7 +109,7 @@ class PrecisionSchedule:
         return [record]
 
     def apply_phase(self) -> None:
-        """Let the model have the policy of its phase, whatever it has now."""
+        """Change the model to the policy of the current phase."""
         if not self._phases:
             return
         policy, engine = self._plan.policy, self._prepared.engine
@@ -119,15 +119,16 @@ class PrecisionSchedule:
             self._prepared.set_policy(self._plan, loss_scale=self._scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the run is."""
+        """Return the position in the schedule."""
         return {**asdict(self._progress), "losses": list(self._progress.losses)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up where a run stood, and bring the model into the policy it had there."""
+        """Restore a `state_dict()`, and change the model to the policy it had."""
         if state["phase"] >= max(len(self._phases), 1):
             raise CheckpointError(
-                f"the checkpoint is of phase {state['phase'] + 1} of a schedule, and the recipe's "
-                f"has {len(self._phases)}; write the precision.schedule the run began with"
+                f"The checkpoint is in phase {state['phase'] + 1} of a precision.schedule, and the "
+                f"recipe has {len(self._phases)} phases. Use the precision.schedule that the run "
+                "started with."
             )
         self._progress = ScheduleProgress(**{**state, "losses": tuple(state["losses"])})
         self.apply_phase()

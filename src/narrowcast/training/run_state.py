@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: how far it is, and the state of each of its parts."""
+"""The state of a run in a checkpoint: its progress, and the state of each part."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,28 +25,28 @@ from narrowcast.training.task import Hook, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is."""
+    """How far a run has come."""
 
     step: int = 0
     batches: int = 0
     evaluated: int = 0
-    """The step of the last evaluation."""
+    """Step of the last evaluation."""
 
     def after(self, batches: int) -> "Progress":
-        """Return the progress after a step of so many batches."""
+        """Return the progress after a step of so many micro-batches."""
         return replace(self, step=self.step + 1, batches=self.batches + batches)
 
 
 class StatePart(Protocol):
-    """A part of a run that has a state."""
+    """A part of a run that has state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides what it does from now on."""
+        """Return the state that later steps depend on."""
 
 
 @final
 class RunState:
-    """Captures and restores a run."""
+    """Captures and restores the state of a run."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class RunState:
         parts: Mapping[str, StatePart],
         frozen: FrozenWeights,
     ) -> None:
-        """Take the parts by the names they have in a checkpoint."""
+        """Take the parts by their names in a checkpoint."""
         self._prepared, self._task, self._recipe = prepared, task, recipe
         self._parts = {**parts, "prepared": prepared}
         self._hooks = {hook.name: hook for hook in task.hooks if hook.state_dict is not None}
@@ -67,18 +67,18 @@ class RunState:
         self._frozen = frozen
 
     def identify(self) -> None:
-        """Look at what is not saved but made again: data, and weights that are not trained."""
+        """Fingerprint what a checkpoint does not hold: the data and the frozen weights."""
         self._identify_data()
         self._frozen.identify()
 
     def _identify_data(self) -> DataIdentity:
-        """Return which data this is; it is looked at once."""
+        """Return the fingerprint of the data, which is computed once."""
         if self._data is None:
             self._data = identify_data(self._task, workers=self._recipe.data.workers)
         return self._data
 
     def captured(self, progress: Progress) -> dict[str, Any]:
-        """Return the state of the whole run. Waits for the device."""
+        """Return the state of the whole run. Synchronises."""
         others = [name for name in self._parts if name != "prepared"]
         parts = {name: self._parts[name].state_dict() for name in others}
         # Not copied here: it is written, or copied to the host, before the next step.
@@ -96,27 +96,27 @@ class RunState:
         }
 
     def require_own(self, state: dict[str, Any], *, accept: Collection[str] = ()) -> None:
-        """Refuse a checkpoint that this run cannot be the continuation of; load nothing.
+        """Raise if this run cannot continue from a checkpoint; load nothing.
 
-        `accept` may name "data": other data than the checkpoint was trained on is then gone on
-        with, and that is told when it is restored.
+        If `accept` has "data", other training data is allowed and becomes a finding.
         """
         step = state["step"]
         self._frozen.identify()
         wanted = [*self._parts, "data", "settings", "records"]
         if missing := [name for name in wanted if name not in state]:
             raise CheckpointError(
-                f"the checkpoint of step {step} was saved by an older version of narrowcast (it "
-                f"lacks {', '.join(missing)}); resume it with that version, or start a new run"
+                f"The checkpoint of step {step} was saved by an older version of narrowcast and "
+                f"has no {', '.join(missing)}. Resume it with that version, or start a new run."
             )
         self._require_settings(state["settings"], step=step)
         require_same_model(state["shapes"], self._prepared.model, step=step)
         self._frozen.require_same(state.get("frozen", {}), step=step)
         if set(saved := state.get("hooks", {})) != set(self._hooks):
             raise CheckpointError(
-                f"the checkpoint of step {step} keeps the state of the hooks "
-                f"{', '.join(saved) or 'none'}, and the task has {', '.join(self._hooks) or 'none'}"
-                "; resume it with the version of the workload it was begun with"
+                f"The checkpoint of step {step} has state for the hooks "
+                f"{', '.join(saved) or 'none'}, and the task has the hooks "
+                f"{', '.join(self._hooks) or 'none'}. Resume with the version of the workload that "
+                "the run started with."
             )
         here = self._identify_data()
         with blamed_on_part(step, "data"):
@@ -125,8 +125,8 @@ class RunState:
             self._check_data(difference, step=step, accepted="data" in accept)
         if step > self._recipe.steps:
             raise ConfigError(
-                f"steps={self._recipe.steps}: the run is at step {step} already; "
-                f"write steps={step} or more"
+                f"steps must be at least {step}, the step that the run has reached, got "
+                f"{self._recipe.steps}. Write steps={step} or more."
             )
 
     def _require_settings(self, saved: Mapping[str, Any], *, step: int) -> None:
@@ -136,16 +136,17 @@ class RunState:
         places = places_in(type(self._recipe.data))
         if keys := decisive_differences({key: saved[key] for key in both}, both, places=places):
             raise CheckpointError(
-                f"the checkpoint of step {step} is of a run with other settings: "
-                f"{difference_text(keys, saved, here)}; resume it with those, or start a new run"
+                f"The checkpoint of step {step} was saved with other settings: "
+                f"{difference_text(keys, saved, here)}. Resume with the saved settings, or start a "
+                "new run."
             )
 
     def _check_data(self, difference: str, *, step: int, accepted: bool) -> None:
         if not accepted:
             raise CheckpointError(
-                f"the data is not that of the checkpoint of step {step}: {difference}; put the "
-                "data back, add --accept data (in Python accept=['data']) to go on with it as it "
-                "is, or start a new run"
+                f"The training data differs from that of the checkpoint of step {step}: "
+                f"{difference}. Restore the data, add --accept data (in Python accept=['data']) to "
+                "continue with the new data, or start a new run."
             )
         self._accepted.append(
             FindingRecord(
@@ -153,18 +154,15 @@ class RunState:
                 since=step + 1,
                 module="",
                 role="data",
-                what="the run goes on with other data",
+                what="the run continues with other data",
                 why=difference,
                 action="accepted",
-                advice="losses before and after this step are not of the same data",
+                advice="losses before and after this step are of different data",
             )
         )
 
     def restore(self, state: dict[str, Any]) -> Progress:
-        """Take up a state but for its random numbers; return how far it is.
-
-        The model is in the formats it was saved in: schedule and adapter are restored before.
-        """
+        """Restore everything but random generators, after the formats; return the progress."""
         step = state["step"]
         for name, shown in _SHOWN_AS.items():
             if name not in self._parts:
@@ -182,7 +180,7 @@ class RunState:
         return Progress(step=step, batches=state["batches"], evaluated=state["evaluated"])
 
     def restore_randomness(self, state: dict[str, Any]) -> list[FindingRecord]:
-        """Let random numbers go on where they were; return what the run is not continued by."""
+        """Restore random generators; return findings about what could not be continued."""
         step = state["step"]
         with blamed_on_part(step, "random state"):
             if restore_randomness(state["random"], self._device):
@@ -197,18 +195,18 @@ class RunState:
                 role="random state",
                 what=f"random numbers on {self._device.type} do not continue those of the run",
                 why=f"the checkpoint was saved on {saved_on}",
-                action=f"started them from seed={self._recipe.seed}",
-                advice=f"resume on {saved_on} to continue them bit for bit",
+                action=f"restarted them from seed={self._recipe.seed}",
+                advice=f"resume on {saved_on} for a bit-exact continuation",
             ),
         ]
 
 
 _SHOWN_AS = {
-    "observer": "readings of tensors",
-    "prepared": "state of the model",
-    "investigator": "state of verdicts",
+    "observer": "health readings",
+    "prepared": "model state",
+    "investigator": "diagnosis state",
     "vital_signs": "vital signs",
-    "improvement": "improvement of evaluations",
+    "improvement": "evaluation history",
     "best_weights": "best weights",
     "strategy": "strategy",
 }

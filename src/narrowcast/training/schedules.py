@@ -1,4 +1,4 @@
-"""The learning rate over a run: a factor of `optimizer.lr` for every step."""
+"""Learning rate schedules: a factor on `optimizer.lr` for every step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ def lr_factors(
     frozen_until: Sequence[float],
     stretch: float = 1.0,
 ) -> list[Callable[[int], float]]:
-    """Return the factor of each group: none of the learning rate while the group is frozen.
+    """Return the factor of each parameter group, 0 while the group is frozen.
 
-    Without a learning rate AdamW neither moves nor decays a weight.
+    With a learning rate of 0, AdamW neither moves nor decays a weight.
     """
     factor = lr_factor(settings, steps, stretch=stretch)
 
@@ -29,12 +29,10 @@ def lr_factors(
 def lr_factor(
     settings: LrScheduleSection, steps: int, *, stretch: float = 1.0
 ) -> Callable[[int], float]:
-    """Return the factor on the learning rate by the number of updates made so far.
+    """Return the factor on the learning rate as a function of the updates so far, for `LambdaLR`.
 
-    A linear warm-up of `settings.warmup_steps(steps)` steps, the last of them at the full rate;
-    then the shape of `settings.name`, which comes down to `settings.final` once `steps` updates are
-    made, or `stretch` times as many: then the run ends before the rate is down. It fits
-    `torch.optim.lr_scheduler.LambdaLR`.
+    A linear warm-up, then the shape of `settings.name`, which falls to `settings.min_lr_ratio`
+    after `stretch` times `steps` updates.
     """
 
     warmup = settings.warmup_steps(steps)

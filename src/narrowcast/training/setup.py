@@ -1,4 +1,4 @@
-"""From a recipe and a plan to a model that is ready to train."""
+"""From a recipe and a plan to a prepared model."""
 
 from dataclasses import replace
 
@@ -24,10 +24,7 @@ from narrowcast.training.task import Task
 
 
 def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
-    """Carry out `plan` on the model of `task`, with the optimizer, schedule and scale of `recipe`.
-
-    Who learns how, and which losses have a scale of their own, is the task's to say.
-    """
+    """Prepare the task's model with a plan and the recipe's optimizer, schedule and loss scale."""
     model, settings = task.model, recipe.precision.loss_scale
     device = next(model.parameters()).device
     optimizer = build_optimizer(recipe.optimizer, model, device=device, groups=get_groups(task))
@@ -55,7 +52,7 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
 
 
 def make_lookahead(strategy: StrategySection) -> Lookahead | None:
-    """Return the point that gradients are taken at; None: the weights themselves."""
+    """Return the lookahead of a strategy, or None."""
     if not strategy.has_lookahead:
         return None
     settings = strategy.lookahead
@@ -68,13 +65,13 @@ def make_lookahead(strategy: StrategySection) -> Lookahead | None:
 
 
 def make_loss_scales(settings: LossScaleSection, task: Task) -> LossScale | dict[str, LossScale]:
-    """Return the loss scale that a recipe asks for; one for each loss that has its own."""
+    """Return the recipe's loss scale, or one per loss that has its own."""
     scale = make_loss_scale(settings)
     return dict.fromkeys(task.scaled_losses, scale) or scale
 
 
 def make_loss_scale(settings: LossScaleSection) -> LossScale:
-    """Return the loss scale that a recipe asks for."""
+    """Return the recipe's loss scale."""
     return LossScale(
         init_scale=settings.init_scale,
         growth_factor=settings.growth_factor,
@@ -88,19 +85,20 @@ def make_loss_scale(settings: LossScaleSection) -> LossScale:
 
 
 def make_faults(prepared: Prepared, recipe: Recipe) -> Faults | None:
-    """Return the faults that a recipe asks for; None where it asks for none."""
+    """Return the recipe's fault injection, or None."""
     requested = [Fault(**section.model_dump()) for section in recipe.fault_injection]
     return Faults(prepared.model, requested, seed=recipe.seed) if requested else None
 
 
 def make_profile(recipe: Recipe, *, device: torch.device, home: Home | None) -> StepProfile | None:
-    """Return what looks closely at the steps that a recipe names; None where it names none."""
+    """Return the profiler for the recipe's `profile.steps`, or None."""
     if not recipe.profile.steps:
         return None
     if home is None:
         raise ConfigError(
-            f"profile.steps={recipe.profile.steps}: a trace needs a folder, and this run has none; "
-            "give one, or write profile.steps=0"
+            "profile.steps needs a run folder for its trace, got "
+            f"profile.steps={recipe.profile.steps} without one. Pass out=, or write "
+            "profile.steps=0."
         )
     return StepProfile(
         first=recipe.profile.first,

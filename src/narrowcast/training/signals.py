@@ -17,7 +17,7 @@ STOPPING = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP")
     if name in signal.Signals.__members__  # Windows has no SIGHUP
 )
-"""Ctrl-C, a scheduler that wants its machine back, a terminal that was closed."""
+"""Ctrl-C, a scheduler that ends the job, a terminal that was closed."""
 
 
 class Home(Protocol):
@@ -45,35 +45,32 @@ class FixedHome:
 
 @dataclass
 class Stop:
-    """Whether the run has been asked to end."""
+    """Whether the run was told to stop."""
 
     home: Home | None = None
     received: signal.Signals | None = None
 
     @property
     def why(self) -> str:
-        """What the run should end for; empty while it may go on."""
+        """Why the run should stop; empty while it may continue."""
         if self.received is not None:
             return self.received.name
         return "the loss of its folder" if self.home is not None and self.home.lost else ""
 
     def ended_after(self, step: int) -> Interrupted:
-        """Return what to raise once `step` is saved."""
-        how = "without a folder to save it to, it cannot be resumed"
+        """Return the exception to raise once `step` is saved."""
+        how = "It had no folder to save to, so it cannot be resumed."
         if self.home is not None:
-            how = f"continue it with `{resume_command(self.home.path())}`"
-        return Interrupted(f"{self.why} ended the run after step {step}; {how}")
+            how = f"Resume it with `{resume_command(self.home.path())}`."
+        return Interrupted(f"{self.why} stopped the run after step {step}. {how}")
 
 
 @contextmanager
 def stop_on_signals(home: Home | None = None) -> Iterator[Stop]:
-    """Note signals that ask for an end instead of ending; one that comes again means what it did.
+    """Record stop signals inside the block; the same signal a second time acts as usual.
 
-    Another one is the same request once more: systemd sends SIGTERM and SIGHUP together, and who
-    has pressed Ctrl-C may close the terminal.
-
-    Only the main thread can: in any other, signals keep their meaning, and so does a signal that
-    the process was started to ignore, as under nohup.
+    A different signal is the same request: systemd sends SIGTERM and SIGHUP together. Only the main
+    thread can set handlers. Signals that the process ignores, as under nohup, stay ignored.
     """
     stop = Stop(home)
     noted: set[signal.Signals] = set()

@@ -1,9 +1,8 @@
-"""The trainer: a run as a generator of records.
+"""The training loop: a run as a generator of records.
 
-Everything a run does between two records is a function of its recipe and of the state the last
-checkpoint holds, so a run that is killed and resumed gives the records and the weights of one that
-was not. On a GPU the record of a step comes one step late: its numbers are on their way while the
-next step is being queued, and the device never waits for the host.
+Between two records, everything is a function of the recipe and of the state in the last checkpoint,
+so a run that is killed and resumed gives the same records and weights. On a GPU the record of a
+step comes one step late, so that the device never waits for the host.
 """
 
 import time
@@ -78,7 +77,7 @@ def train(
 
 @final
 class _TrainLoop:
-    """A run: what it trains, and how far it has come."""
+    """One run: the parts that take its steps, and its progress."""
 
     def __init__(
         self,
@@ -137,9 +136,9 @@ class _TrainLoop:
         self._since = time.perf_counter()
 
     def begin_at(self, state: dict[str, Any] | None, *, accept: Collection[str]) -> None:
-        """Take up the state of a checkpoint, or refuse one that this run is no continuation of.
+        """Restore a checkpoint's state, or raise if this run is not its continuation.
 
-        Data is looked at here if it is ever to be, and not when it may have changed meanwhile.
+        Fingerprints the data here, before it can change.
         """
         if state is None:
             if self._home is not None or self._recipe.eval.keep_best:
@@ -159,12 +158,12 @@ class _TrainLoop:
         self._saving.last = self._progress.step
 
     def close(self) -> None:
-        """Leave the model prepared, and nothing else."""
+        """Remove the probes from the model, and finish background work."""
         self._observer.close()
         self._saving.close()
 
     def run(self, state: dict[str, Any] | None) -> Generator[Record]:
-        """Yield the records from `state`, or from the beginning, to the end."""
+        """Yield the records from `state`, or from the start, to the end."""
         try:
             yield from self._run(state)
         finally:
@@ -203,7 +202,7 @@ class _TrainLoop:
             write_results(self._prepared, task, self._home.path(), end=end, best=best)
 
     def _between_steps(self, stop: Stop) -> Iterator[Record]:
-        """Evaluate and save when it is time to, and end the run if it was asked to."""
+        """Evaluate and save when due, and stop if a signal came."""
         evaluation_is_due = self._is_due(self._recipe.eval.every, last=self._progress.evaluated)
         if evaluation_is_due and not stop.why:  # a scheduler grants little time to end
             yield from self._read(leaving=0)
@@ -239,7 +238,7 @@ class _TrainLoop:
         self._since = time.perf_counter()
 
     def _change_formats(self) -> Iterator[Record]:
-        """Go over to the next policy when it is time to; then to what tensors ask for."""
+        """Change to the next phase of the schedule when due, then apply adaptive precision."""
         step = self._progress.step
         if self._schedule.is_due(step):
             yield from self._change(partial(self._schedule.advance, step), self._adapter.begin)
@@ -249,7 +248,7 @@ class _TrainLoop:
     def _change(
         self, change: Callable[[], Sequence[Record]], follow: Callable[[], None]
     ) -> Iterator[Record]:
-        """Let the model have other formats, between two steps and unobserved."""
+        """Change the formats of the model between two steps, without probes."""
         yield from self._read(leaving=0)
         with self._observer.probes_removed():
             records = change()
@@ -260,7 +259,7 @@ class _TrainLoop:
         self._since = time.perf_counter()
 
     def _follow_strategy(self) -> Iterator[Record]:
-        """Let the strategy do what it has to do between two steps, unobserved."""
+        """Let the strategy act between two steps, without probes."""
         strategy, step = self._strategy, self._progress.step
         if not strategy.is_due(step):
             return
@@ -306,7 +305,7 @@ class _TrainLoop:
         )
 
     def _read(self, *, leaving: int) -> Iterator[Record]:
-        """Yield the records of the attempts in flight but the last `leaving`. Waits for them."""
+        """Yield the records of queued steps except the last `leaving`. Synchronises with them."""
         while len(self._in_flight) > leaving:
             record, notice, now = self._in_flight.landed(since=self._since)
             # A look into a bad step is not the next one's time; all else is, as a GPU works on.

@@ -1,4 +1,4 @@
-"""Whether a run is alive: kept from its records, saved with it, and asked for at its end."""
+"""Whether a run has diverged: updated from its records, saved with it, checked at its end."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,10 +20,7 @@ from narrowcast.training.task import Task
 
 
 def bad_weights(prepared: Prepared) -> str:
-    """Say which trained weights, or averages of them, are not finite; nothing where all are.
-
-    One pass over them, and one wait for the device.
-    """
+    """Return which trained or averaged weights are not finite, as text, or "". Synchronises."""
     weights = prepared.engine.weights
     names = weights.names
     matches = _not_finite(dict(zip(names, weights.all, strict=True)))
@@ -40,7 +37,7 @@ def bad_weights(prepared: Prepared) -> str:
 
 @final
 class VitalSigns:
-    """What decides whether a run came to anything."""
+    """Tracks whether a run diverges."""
 
     def __init__(self, prepared: Prepared, task: Task, *, home: Home | None) -> None:
         self._prepared, self._headline, self._home = prepared, task.info.headline.name, home
@@ -48,13 +45,13 @@ class VitalSigns:
         self._vitals, self._bad_from = Vitals(), 0
 
     def note(self, record: Record) -> None:
-        """Take in a record, in the order in which they are handed on."""
+        """Take note of a record; called in order."""
         self._vitals = self._vitals.after(record, headline=self._headline)
 
     def good_until(self, step: int) -> int:
-        """Return up to which step a checkpoint is any good; called before that of `step` is saved.
+        """Return the last step with a good checkpoint, before that of `step` is saved.
 
-        Those that were there when the weights first were not finite make no room for later ones.
+        Good checkpoints are not removed to make room for ones with nonfinite weights.
         """
         if not bad_weights(self._prepared):
             self._bad_from = 0
@@ -63,25 +60,27 @@ class VitalSigns:
         return self._bad_from - 1
 
     def require_alive(self, step: int, named: Callable[[DivergedError], DivergedError]) -> None:
-        """Refuse to call a run done that has come to nothing; `named` knows what led to it."""
+        """Raise DivergedError if the run has diverged; `named` adds what led to it."""
         wrong = self._vitals.diverged
         if not wrong:
             return
         terms = self._prepared.engine.log.wording
         if not self._vitals.applied and self._scale_still_falls():
             smaller = terms.loss_scale("init_scale")
-            error = DivergedError(wrong, f"The loss scale still falls: try a smaller {smaller}")
+            error = DivergedError(
+                wrong, f"The loss scale is still falling. Try a smaller {smaller}"
+            )
         else:
-            error = named(DivergedError(wrong, f"Try a lower {terms.lr}, or a wider policy"))
+            error = named(DivergedError(wrong, f"Try a lower {terms.lr} or a wider policy"))
         message = str(error).rstrip(".")
-        raise DivergedError(f"the run has diverged: {message}", self._left(step))
+        raise DivergedError(f"The run has diverged: {message}", self._left(step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run is judged by too."""
+        """Return the state that a resumed run is judged by."""
         return {**self._vitals.to_json(), "bad_from": self._bad_from}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a saved run stood."""
+        """Restore a `state_dict()`."""
         self._bad_from = state.get("bad_from", 0)
         self._vitals = Vitals(**{key: state[key] for key in state if key != "bad_from"})
 
@@ -92,21 +91,21 @@ class VitalSigns:
         return any(scale.item() > settings.min_scale for scale in scales)
 
     def _left(self, step: int) -> str:
-        """Say what is in the folder, and which checkpoint there is to go back to."""
+        """Return what is in the folder, and which checkpoint to resume from, as text."""
         if self._home is None:
             return ""
         folder = self._home.path()
         exported = folder / self._exported
-        notice = "is that of an earlier end of this run" if exported.exists() else "was not written"
+        notice = "is from an earlier end of this run" if exported.exists() else "was not written"
         if not self._vitals.weights:
-            return f"{exported} {notice}; the weights are in the last checkpoint"
+            return f"{exported} {notice}. The weights are in the last checkpoint"
         finite = self._newest_finite(folder / "checkpoints", before=step)
         if finite is None:
-            return f"{exported} {notice}, and there is no checkpoint with finite weights"
+            return f"{exported} {notice}, and no checkpoint has finite weights"
         resume = f"`{resume_command(folder)}`"
         return (
-            f"{exported} {notice}; {finite} is the newest checkpoint with finite weights: remove "
-            f"those after it, and {resume} goes on from there"
+            f"{exported} {notice}. {finite} is the newest checkpoint with finite weights: remove "
+            f"the later ones, then {resume} continues from it"
         )
 
     def _newest_finite(self, folder: Path, *, before: int) -> Path | None:

@@ -112,8 +112,8 @@ def test_a_jump_is_kept_or_leaves_every_bit():
     [
         ({"steps": 0}, "1 or more"),
         ({"ema_decay": 0.99}, "half_lives"),
-        ({"preset": "bold"}, "no such preset; write one of conservative, balanced"),
-        ({"lr_horizon": 0.5}, "lr_horizon=0.5: write a number from 1 up"),
+        ({"preset": "bold"}, "one of conservative, balanced"),
+        ({"lr_horizon": 0.5}, "lr_horizon must be a number of 1 or more"),
         ({"half_lives": (-1, 0.05)}, "write shares of the run, above 0 and up to 1"),
         ({"half_lives": 0.05}, "write shares of the run"),
         ({"steps": "80"}, "write how many steps"),
@@ -237,7 +237,7 @@ def test_a_schedule_that_is_made_already_is_refused_with_what_to_give():
 
 def test_a_state_of_other_averages_is_refused():
     saved = begin(half_lives=(0.02, 0.1)).state_dict()
-    with pytest.raises(CheckpointError, match=r"average 0.02, average 0.1, and this one has"):
+    with pytest.raises(CheckpointError, match=r"average 0.02, average 0.1, and this run has"):
         begin().load_state_dict(saved)
 
 

@@ -72,7 +72,7 @@ def test_data_in_memory_is_looked_at_as_a_whole(ready):
     changed[501, 1] += 1
     one, other = (looked_at(ready(), TensorDataset(each)) for each in (values, changed))
     assert one.looked_at == "all of it"
-    assert "1000 samples as before, with other values" in other.differs_from(one.to_json())
+    assert "1000 samples, but with other values" in other.differs_from(one.to_json())
     assert one.differs_from(one.to_json()) == ""
 
 
@@ -171,5 +171,5 @@ def test_files_that_samples_open_are_not_opened_for_the_workers(ready, tmp_path)
 
 
 def test_a_task_that_says_nothing_of_its_data_is_told(ready):
-    with pytest.raises(ConfigError, match="data_digest of the task returned ''"):
+    with pytest.raises(ConfigError, match="for other data, got ''"):
         looked_at(ready(), Samples([1] * 9), data_digest=lambda: "")

@@ -196,7 +196,7 @@ def test_a_damaged_latest_checkpoint_is_said_not_passed_over(ready, tmp_path):
         newest = latest(run.checkpoints)
         assert newest is not None
         (newest / "tensors.safetensors").write_bytes(b"")
-        with pytest.raises(CheckpointError, match="step-000002 is whole: remove"):
+        with pytest.raises(CheckpointError, match="step-000002, which is intact"):
             latest_state(run)
 
 
@@ -211,6 +211,6 @@ def test_the_first_differences_between_models_are_named():
     with pytest.raises(
         CheckpointError,
         match=r"1\.weight is 2×2 in the checkpoint and 2 here; 2\.weight is 2×2 in the checkpoint "
-        r"and missing here; 2\.bias .* missing here and 3 more; nothing was loaded",
+        r"and missing here; 2\.bias .* missing here and 3 more\. Nothing was loaded",
     ):
         require_same_model(shapes(saved), other, step=7)

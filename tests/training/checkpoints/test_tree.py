@@ -105,12 +105,12 @@ def test_an_ordered_dict_comes_back_in_its_order():
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), torch.float32, 1j])
 def test_what_json_and_safetensors_cannot_hold_is_refused_with_its_place(value):
-    with pytest.raises(TypeError, match=r"^a/0: a checkpoint holds no"):
+    with pytest.raises(TypeError, match=r"^a/0: a checkpoint cannot hold"):
         flatten({"a": [value]})
 
 
 def test_a_key_that_would_change_its_type_is_refused():
-    with pytest.raises(TypeError, match=r"^a: a checkpoint holds no dict with a float for a key"):
+    with pytest.raises(TypeError, match=r"^a: a checkpoint cannot hold a dict with a float as key"):
         flatten({"a": {1.5: 0}})
 
 
@@ -130,7 +130,7 @@ def test_a_key_that_would_change_its_type_is_refused():
 )
 def test_a_tree_that_no_state_makes_is_refused(tree):
     with pytest.raises(
-        ValueError, match=r"there is no tensor|has no meaning|no key with its value"
+        ValueError, match=r"there is no tensor|is not valid there|not a key with a value"
     ):
         unflatten(tree, {})
 

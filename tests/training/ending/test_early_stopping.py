@@ -108,5 +108,5 @@ def test_a_state_that_no_run_keeps_is_refused_by_name(ready, tmp_path):
     state = load_checkpoint(latest(tmp_path / "checkpoints"))
     state["improvement"] = {"strange": 1}
     made = stopping(ready)
-    with pytest.raises(CheckpointError, match="the improvement of evaluations of the checkpoint"):
+    with pytest.raises(CheckpointError, match="evaluation history from the checkpoint"):
         train(made.prepared, made.task, made.recipe, resume=state)

@@ -1,11 +1,11 @@
-"""`nc.hybrid`: hybrid training in somebody's own loop.
+"""`nc.hybrid`: hybrid training in your own loop.
 
 run = nc.hybrid(model, optimizer, steps=1000, scheduler=CosineAnnealingLR, policy="bf16")
 for x, y in loader:
     with run.autocast():
         loss = F.cross_entropy(model(x), y)
     run.step(loss)
-run.select_weights(lambda: validation_loss(model))  # what is returned from here on
+run.select_weights(lambda: validation_loss(model))  # returned from here on
 model.load_state_dict(run.eval_state_dict())
 """
 
@@ -34,7 +34,7 @@ from narrowcast.strategies.hybrid.readout.race import Better
 
 Preset = Literal["conservative", "balanced", "aggressive"]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], AnyScheduler]
-"""Makes a schedule of an optimizer and of the steps that it is planned for."""
+"""Makes a schedule from an optimizer and the number of steps it is planned for."""
 DEFAULTS = StrategySection(name="hybrid")
 B = TypeVar("B")
 
@@ -52,23 +52,27 @@ def hybrid(
     lookahead: Lookahead | None = None,
     **settings: Any,
 ) -> "HybridRun":
-    """Prepare a model for hybrid training in a loop of your own; `settings` are as for `prepare`.
+    """Prepare a model for hybrid training in your own loop.
 
-    `steps` is how long you mean to train; you may stop earlier. `scheduler` is called with the
-    optimizer and `lr_horizon` times as many steps, so that `CosineAnnealingLR` itself can be given.
-    `half_lives` are those of the averages, as shares of `steps`; `readout_budget` is the share of
-    the training done that choosing among them may cost, where it is by batches. `conservative`
-    keeps averages and leaves the optimizer alone; `balanced` takes gradients at a point ahead
-    besides (`lookahead` changes how); `aggressive` lets you try jumps of the weights, too.
+    Args:
+        steps: Number of steps you plan to train. You may stop earlier.
+        preset: `conservative` averages the weights, `balanced` also takes gradients at a lookahead
+            point, and `aggressive` also lets you try jumps of the weights.
+        scheduler: Called with the optimizer and `lr_horizon` times the steps, so you can pass
+            `CosineAnnealingLR` itself.
+        lr_horizon: Steps that the learning rate is planned for, as a multiple of `steps`.
+        half_lives: Half-lives of the averages, as shares of `steps`.
+        readout_budget: Largest cost of selecting weights on batches, as a share of training.
+        lookahead: Settings of the lookahead point.
+        **settings: As for `prepare`.
     """
     if isinstance(steps, bool) or not isinstance(steps, SupportsIndex) or steps < 1:
-        raise ConfigError(
-            f"steps={steps!r}: write how many steps you mean to train, a whole number, 1 or more"
-        )
+        raise ConfigError(f"steps must be the number of training steps, 1 or more, got {steps!r}.")
     _check_known(settings)
     if settings.get("ema_decay") is not None:
         raise ConfigError(
-            "hybrid() keeps averages by itself; leave ema_decay out, and write half_lives=[0.03]"
+            "ema_decay is not available in hybrid(), which keeps averages itself. Leave it out, "
+            "and write for example half_lives=[0.03]."
         )
     requested = _strategy_section(preset, lr_horizon=lr_horizon, half_lives=half_lives)
     if scheduler is None and lr_horizon not in (DEFAULTS.lr_horizon, 1):
@@ -78,9 +82,9 @@ def hybrid(
         )
     if scheduler is not None and not callable(scheduler):
         raise ConfigError(
-            f"scheduler is a {type(scheduler).__name__} that is made already, and it has to be "
-            "planned for more steps than the run has; give what makes it of the optimizer and "
-            f"their number: scheduler={type(scheduler).__name__}, or lambda optimizer, steps: …"
+            "scheduler must be a class or function that makes a scheduler for more steps than the "
+            f"run has, got a {type(scheduler).__name__}. Write "
+            f"scheduler={type(scheduler).__name__}, or lambda optimizer, steps: …."
         )
     budget = ChoosingBudget(share=readout_budget)
     if lookahead is None and requested.has_lookahead:
@@ -108,22 +112,22 @@ def _check_known(settings: Mapping[str, Any]) -> None:
 
 
 def _strategy_section(preset: str, *, lr_horizon: float, half_lives: Any) -> StrategySection:
-    """Return the settings as a recipe has them; refuse what a recipe would."""
+    """Return the settings as in a recipe, with the same checks."""
     if preset not in get_args(Preset):
         known = ", ".join(get_args(Preset))
-        raise ConfigError(f"preset={preset!r}: there is no such preset; write one of {known}")
+        raise ConfigError(f"preset must be one of {known}, got {preset!r}.")
     try:
         section = StrategySection(name="hybrid", preset=cast(Any, preset), lr_horizon=lr_horizon)
     except ValueError as error:
         raise ConfigError(
-            f"lr_horizon={lr_horizon!r}: write a number from 1 up, e.g. 1.4"
+            f"lr_horizon must be a number of 1 or more, such as 1.4, got {lr_horizon!r}."
         ) from error
     try:
         ReadoutSection(half_lives=tuple(half_lives))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"half_lives={half_lives!r}: write shares of the run, above 0 and up to 1, e.g. "
-            "(0.015, 0.05), or () for none"
+            f"half_lives must be shares of the run, above 0 and up to 1, got {half_lives!r}. Write "
+            "for example (0.015, 0.05), or () for none."
         ) from error
     return section
 
@@ -140,21 +144,21 @@ class HybridRun:
         self._jumper = jumper
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Hold this over the forward pass and the loss."""
+        """Context manager that runs the forward pass and the loss in the policy's precision."""
         return self.prepared.autocast()
 
     def backward(self, loss: Tensor) -> None:
-        """Add a loss's gradients to those already there; see `Prepared.backward`."""
+        """Backpropagate a loss; see `Prepared.backward`."""
         self.prepared.backward(loss)
 
     def step(self, loss: Tensor | None = None) -> Outcome:
-        """Update the weights, and let averages and past weights follow; waits for nothing more."""
+        """Update the weights, then their averages and history; does not synchronise further."""
         outcome = self.prepared.step(loss)
         self._follow(outcome)
         return outcome
 
     def graphed(self, loss_fn: Callable[..., Tensor], *, signatures: int = 4) -> CapturedStep:
-        """Return what takes whole steps with this loss; see `Prepared.graphed`."""
+        """Return a callable that takes whole steps with this loss; see `Prepared.graphed`."""
         return CapturedStep(
             self.prepared.engine,
             loss_fn,
@@ -189,13 +193,14 @@ class HybridRun:
         batches: Iterable[Any] | None = None,
         better: Better = "lower",
     ) -> Choice:
-        """Measure every read-out, each in the model's place, and keep the best for the answer.
+        """Measure the trained weights and their averages, and select the best.
 
-        `measure` evaluates the model as it is when called, on data that is not trained on: on all
-        of it, or, with `batches`, on the one it is given. Then all read-outs are compared on the
-        same batches, one at least and no more than `readout_budget` pays for or are needed to tell
-        them apart. A batch as large as those of a step counts a third of a step. Meanwhile the
-        model is in eval mode, without gradients.
+        Args:
+            measure: Evaluates the model on held-out data: all of it, or with `batches` on the batch
+                it is given. The model is then in eval mode, without gradients.
+            batches: Batches that all candidates are compared on, at least one and at most what
+                `readout_budget` allows. A batch as large as that of a step costs a third of a step.
+            better: Whether a lower or a higher measure is better.
         """
         if batches is None:
             return self.readouts.choose(lambda name: float(measure()), better=better)
@@ -203,11 +208,11 @@ class HybridRun:
         return choice
 
     def use_eval_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Let the model have the answer inside the block: the read-out that was chosen last."""
+        """Give the model the weights that were selected last inside the block."""
         return self.readouts.swapped_in()
 
     def eval_state_dict(self) -> dict[str, Tensor]:
-        """Return the answer in fp32 by name, which the plain model loads; copies."""
+        """Return the selected weights in fp32 by name, as copies for a plain model."""
         return self.readouts.weights()
 
     def jump(self, ahead_steps: int, losses: Losses) -> JumpResult:
@@ -229,13 +234,13 @@ class HybridRun:
         return self._jumper.jump(ahead_steps, losses)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that decides the steps to come, averages and choice included."""
+        """Return a copy of the whole state, averages and selection included."""
         jumper = None if self._jumper is None else self._jumper.state_dict()
         others = {"readouts": self.readouts.state_dict(), "jumper": jumper}
         return {"prepared": self.prepared.state_dict(), **copy.deepcopy(others)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a saved run stood that was prepared alike."""
+        """Restore a `state_dict()` of a run that was prepared in the same way."""
         self.prepared.load_state_dict(state["prepared"])
         self.readouts.load_state_dict(state["readouts"])
         if self._jumper is not None:

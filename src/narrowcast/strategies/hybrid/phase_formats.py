@@ -1,4 +1,4 @@
-"""The formats of each phase: which plan it has, and the change from one to the next."""
+"""The formats of each phase, and the change from one to the next."""
 
 from collections.abc import Mapping
 from typing import final
@@ -17,7 +17,7 @@ from narrowcast.training.task import Task
 
 
 def phase_policies(strategy: StrategySection, policy: str) -> Mapping[Phase, str]:
-    """Return the policy of each phase, as text; `policy` is that of the recipe."""
+    """Return the policy of each phase as text; `policy` is that of the recipe."""
     match strategy.precision:
         case "policy":
             chosen = PhasePolicies(auto_recommend=False, default=policy)
@@ -34,13 +34,13 @@ def phase_policies(strategy: StrategySection, policy: str) -> Mapping[Phase, str
 
 @final
 class PhaseFormats:
-    """Brings a prepared model into the formats of a phase."""
+    """Changes a prepared model to the formats of a phase."""
 
     def __init__(self, prepared: Prepared, recipe: Recipe, task: Task) -> None:
         self._prepared = prepared
         self._scale = make_loss_scales(recipe.precision.loss_scale, task)
         self.texts = phase_policies(recipe.strategy, recipe.precision.policy)
-        """The policy of each phase, as it was written."""
+        """Policy of each phase as written."""
         self._plans: dict[Phase, Plan] = {}
         if recipe.strategy.has_phase_policies:
             for phase in PHASES:
@@ -48,10 +48,9 @@ class PhaseFormats:
         self.apply("warmup", step=0)
 
     def apply(self, phase: Phase, *, step: int) -> list[PrecisionRecord]:
-        """Let the model have the formats of a phase from the step after this one on.
+        """Change the model to the formats of a phase. Synchronises if anything changes.
 
-        A loss scale that `full` needs goes on through phases that need none. Waits for the device
-        where anything changes.
+        A loss scale that `full` needs is kept through phases that need none.
         """
         plan = self._plans.get(phase)
         before = self._prepared.plan.policy

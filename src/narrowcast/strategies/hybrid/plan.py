@@ -1,4 +1,4 @@
-"""What hybrid training will do and keep, said before a run: sentences and bytes for its plan."""
+"""Hybrid training in the plan of a run: sentences and bytes."""
 
 from typing import Any
 
@@ -9,14 +9,11 @@ from narrowcast.strategies.hybrid.jumps import check_first_jump
 from narrowcast.strategies.hybrid.phase_formats import phase_policies
 
 STRATEGY = "strategy"
-"""What plan.json calls it."""
+"""Key of the strategy in plan.json."""
 
 
 def described(recipe: Recipe, *, trained_weights: int) -> dict[str, Any] | None:
-    """Return what the strategy of a recipe does, as plain data; None for plain training.
-
-    `trained_weights` is the number of weights that are trained.
-    """
+    """Return the strategy of a recipe as plain data; None for plain training."""
     strategy = recipe.strategy
     if not strategy.is_hybrid:
         return None
@@ -38,10 +35,10 @@ def described(recipe: Recipe, *, trained_weights: int) -> dict[str, Any] | None:
 
 
 def _momentum(recipe: Recipe) -> str:
-    """Say that Adam's momentum is switched off, where it has one."""
+    """Return the note that Adam's momentum is off, if it has one."""
     beta1 = recipe.optimizer.betas[0]
     has_one = "betas" in OBEYED_BY[recipe.optimizer.name] and beta1
-    return f", in place of the optimizer's momentum (beta1 0, not {beta1:g})" if has_one else ""
+    return f", instead of the optimizer's momentum (beta1 is 0, not {beta1:g})" if has_one else ""
 
 
 def _lines(recipe: Recipe, *, averages: int) -> list[str]:
@@ -49,14 +46,14 @@ def _lines(recipe: Recipe, *, averages: int) -> list[str]:
     if recipe.lr_schedule.name != "constant" and strategy.lr_horizon != 1:
         lines.append(
             f"the {recipe.lr_schedule.name} learning rate is planned for {strategy.lr_horizon:g} "
-            "times the steps, and the run ends before it is down"
+            "times the steps, so the run ends before it has fallen"
         )
     if averages:
         word = "averages" if averages > 1 else "average"
         lines.append(
-            f"{averages} {word} of the weights, of which the best, or the weights themselves, is "
-            f"returned: chosen on held-out batches for {100 * strategy.readout.budget:g}% of the "
-            "run's work, or, where the task has none, by an evaluation of each"
+            f"{averages} {word} of the weights. The run returns the best of them or the trained "
+            f"weights, chosen on held-out batches for {100 * strategy.readout.budget:g}% of the "
+            "run's work, or by an evaluation of each if the task has no such batches"
         )
     if strategy.has_lookahead:
         settings, after = strategy.lookahead, strategy.lookahead_after
@@ -73,7 +70,7 @@ def _lines(recipe: Recipe, *, averages: int) -> list[str]:
     if strategy.has_jumps:
         jumps = strategy.jumps
         lines.append(
-            f"jumps of the weights along a line, judged on {jumps.micro_batches} batches, for "
-            f"{jumps.budget:.0%} of the run's work at most; measured, they rarely pay"
+            f"jumps of the weights along a line, judged on {jumps.micro_batches} batches, for at "
+            f"most {jumps.budget:.0%} of the run's work. In benchmarks they rarely paid off"
         )
     return lines

@@ -1,4 +1,4 @@
-"""The sections of a report that tell of hybrid training: phases, read-outs, and the plain run."""
+"""Report section of hybrid training: phases, candidate weights, comparison with plain training."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ STRIP = 26.0
 
 
 def report_sections(records: Sequence[Record], task: TaskInfo) -> list[ReportSection]:
-    """Return what hybrid training adds to the report of a run; nothing for plain training."""
+    """Return the report section of hybrid training; none for plain training."""
     events = [record for record in records if isinstance(record, StrategyRecord)]
     if not events:
         return []
@@ -42,7 +42,7 @@ def report_sections(records: Sequence[Record], task: TaskInfo) -> list[ReportSec
 
 
 def _phases(events: Sequence[StrategyRecord], records: Sequence[Record]) -> str:
-    """Draw the phases as a strip, with a mark where a jump was tried."""
+    """Draw the phases as a strip, with a mark for each jump."""
     last = max((r.step for r in records if isinstance(r, StepRecord)), default=0)
     begun = [record for record in events if record.event == "phase"]
     if not begun or not last:
@@ -69,7 +69,7 @@ def _phases(events: Sequence[StrategyRecord], records: Sequence[Record]) -> str:
 
 
 def _readouts(events: Sequence[StrategyRecord], metric: Metric) -> str:
-    """Draw the headline of every read-out, and of the plain run where there was one."""
+    """Draw the headline of all candidate weights, and of the plain run if there was one."""
     curves = dict[str, list[tuple[float, float]]]()
     for record in events:
         if record.event == "readout":
@@ -89,31 +89,31 @@ def _readouts(events: Sequence[StrategyRecord], metric: Metric) -> str:
         shade = QUIET if name == "plain training" else colour(number)
         marks.append(path([(x(a), y(b)) for a, b in curve], stroke=shade))
         shades.append((shade, name))
-    alt = f"{metric.name} of each read-out by step"
+    alt = f"{metric.name} of candidate weights by step"
     picture = drawing(marks, width=WIDE, height=HIGH, alt=alt, most=WIDE, least=480)
     chosen = [record for record in events if record.event == "readout"][-1:]
     note = "".join(f"<p>Returned: <b>{escape(r.what)}</b>, {escape(r.why)}.</p>" for r in chosen)
-    return f"<h3>Read-outs</h3>{picture}{legend(shades)}{note}"
+    return f"<h3>Candidate weights</h3>{picture}{legend(shades)}{note}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """When a hybrid run was as good as the plain one in the end."""
+    """When a hybrid run reached the final result of the plain one."""
 
     plain: float
-    """The headline of the plain run's last evaluation."""
+    """Headline of the plain run's last evaluation."""
     plain_steps: int
     plain_seconds: float
     ended: float
-    """The headline of the hybrid run's last evaluation."""
+    """Headline of the hybrid run's last evaluation."""
     steps: float | None
-    """Where the hybrid run reached it, between two evaluations on a straight line; None: never."""
+    """Where the hybrid run reached it, interpolated between two evaluations; None if never."""
     seconds: float
-    """What its steps, and all that the strategy did beside them, took up to there."""
+    """Time of its steps and jumps up to there."""
 
 
 def reached(records: Sequence[Record], metric: Metric) -> Reached | None:
-    """Compare a run with the plain one that its records tell of; None where they tell of none."""
+    """Compare a run with the plain run in its records; None if there is none."""
     plain = [
         record
         for record in records
@@ -142,7 +142,7 @@ def reached(records: Sequence[Record], metric: Metric) -> Reached | None:
 
 
 def _crossing(course: Sequence[tuple[int, float]], goal: float) -> float | None:
-    """Return where a course that is to fall first reaches a goal."""
+    """Return where falling values first reach a goal, interpolated."""
     before: tuple[int, float] | None = None
     for step, y in course:
         if y <= goal:
@@ -155,7 +155,7 @@ def _crossing(course: Sequence[tuple[int, float]], goal: float) -> float | None:
 
 
 def _seconds_until(records: Sequence[Record], step: float) -> float:
-    """Sum what steps and the strategy took up to a step; evaluations by the plain run take none."""
+    """Return the time of steps and jumps up to a step."""
     return sum(
         record.seconds
         for record in records
@@ -176,15 +176,15 @@ def _sentence(goal: Reached | None, metric: Metric) -> str:
     if goal is None:
         return f"The plain run has no {metric.name} to compare with."
     begin = (
-        f"The plain run ends with {metric.name} {goal.plain:.5g} after {goal.plain_steps} steps "
-        f"and {goal.plain_seconds:.1f} s in them"
+        f"The plain run ends with {metric.name} {goal.plain:.5g} after {goal.plain_steps} steps in "
+        f"{goal.plain_seconds:.1f} s"
     )
     if goal.steps is None:
-        return f"{begin}; this one ends with {goal.ended:.5g} and has not reached it."
+        return f"{begin}. This run ends with {goal.ended:.5g} and has not reached it."
     return (
-        f"{begin}. This one was as good at step {goal.steps:.0f} after {goal.seconds:.1f} s, "
-        f"with {goal.steps / goal.plain_steps:.0%} of the steps (on a straight line between two "
-        f"evaluations), and ends with {goal.ended:.5g}. Evaluations are not counted."
+        f"{begin}. This run reached it at step {goal.steps:.0f} after {goal.seconds:.1f} s, with "
+        f"{goal.steps / goal.plain_steps:.0%} of the steps (interpolated between two evaluations), "
+        f"and ends with {goal.ended:.5g}. The time of evaluations is not included."
     )
 
 

@@ -1,10 +1,9 @@
-"""Hybrid training of a recipe: what the trainer asks of a strategy, answered.
+"""Hybrid training of a recipe.
 
-Two predictions are made in every preset, and neither moves a weight by itself. The *read-out*
-predicts where the weights would be once the learning rate had fallen: averages under a schedule
-that is stretched beyond the run, the best of which is returned. The *lookahead point* (balanced,
-aggressive) takes each gradient at a point between the newest weights and their average. The third
-preset tries jumps of the weights too; see `phases`.
+Every preset predicts the weights of a fallen learning rate: it averages weights under a schedule
+longer than the run, and returns the best average. The lookahead (balanced, aggressive) takes each
+gradient at a point between the newest weights and their average. The aggressive preset also tries
+jumps of the weights; see `phases`.
 """
 
 import time
@@ -37,7 +36,7 @@ class HybridStrategy:
         self._accepted = self._rejected = 0
 
     def before_first_step(self) -> Iterable[Record]:
-        """Tell how the run begins."""
+        """Return the record of the first phase."""
         return self.phases.begin()
 
     def is_due(self, step: int) -> bool:
@@ -45,20 +44,20 @@ class HybridStrategy:
         return self.phases.is_due(step)
 
     def act(self, step: int, *, batches: int) -> Iterable[Record]:
-        """Begin the next phase."""
+        """Start the next phase."""
         return self.phases.act(step, batches=batches)
 
     def after_step(self, outcome: Outcome) -> None:
-        """Let averages and past weights follow."""
+        """Update averages and the history of weights."""
         self.readouts.after_step(outcome)
         self.phases.after_step(outcome)
 
     def note(self, record: StepRecord) -> None:
-        """Take in what became of a step."""
+        """Take note of a step's record."""
         self.phases.note(record)
 
     def evaluate(self, step: int, measure: Measure) -> tuple[EvalRecord, Iterable[Record]]:
-        """Choose among the read-outs, and evaluate what the run would return."""
+        """Select among the candidate weights, and evaluate those that the run would return."""
         began = time.perf_counter()
         judged = self._evaluation.judge(step, measure)
         choice = judged.choice
@@ -78,11 +77,11 @@ class HybridStrategy:
         return EvalRecord(step=step, metrics=dict(judged.metrics)), [record]
 
     def answer(self) -> Mapping[str, Tensor]:
-        """Return the read-out that was chosen last, by name."""
+        """Return the selected weights by name."""
         return self.readouts.weights()
 
     def put_answer(self) -> Mapping[str, Tensor]:
-        """Let the model have that read-out; no step is to follow."""
+        """Load the selected weights into the model at the end of a run."""
         answer, state = self.answer(), collect_weights(self._prepared.engine)
         state["weights"] |= answer
         if state["lookahead"] is not None:  # the weights are the answer now
@@ -93,10 +92,10 @@ class HybridStrategy:
         return answer
 
     def summary(self, step: int) -> Iterable[Record]:
-        """Tell what phases and predictions came to."""
+        """Return the record that sums up phases and selections."""
         readouts = {
-            "read-outs accepted": float(self._accepted),
-            "read-outs rejected": float(self._rejected),
+            "averages selected": float(self._accepted),
+            "averages not selected": float(self._rejected),
         }
         record = StrategyRecord(
             step=step,
@@ -110,7 +109,7 @@ class HybridStrategy:
         return [record]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides what it does from now on."""
+        """Return the state that later steps depend on."""
         return {
             "readouts": self.readouts.state_dict(),
             "phases": self.phases.state_dict(),
@@ -119,11 +118,11 @@ class HybridStrategy:
         }
 
     def restore_formats(self, state: Mapping[str, Any]) -> None:
-        """Bring the model into the formats of the phase that the run was in."""
+        """Change the model to the formats of the saved phase."""
         self.phases.restore_formats(state["phases"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a saved run stood."""
+        """Restore a `state_dict()`."""
         self.readouts.load_state_dict(state["readouts"])
         self.phases.load_state_dict(state["phases"])
         self._accepted, self._rejected = int(state["accepted"]), int(state["rejected"])

@@ -1,9 +1,8 @@
-"""Checkpoints: the whole state of a run at one step, never torn, never unpickled.
+"""Checkpoints: the whole state of a run at one step, atomic and without pickle.
 
-A checkpoint is a folder, `step-000100`, with the tensors in `tensors.safetensors` and everything
-else in `state.json`, which also holds the size and the checksum of both. It is written under
-another name, forced to the disk and renamed, so that a folder of that name is always whole; older
-ones are removed only after that.
+A checkpoint is a folder `step-000100`. `tensors.safetensors` has the tensors, and `state.json` has
+everything else with the size and checksum of both. It is written under another name, synced and
+renamed, so a folder of that name is always complete. Older ones are removed after that.
 """
 
 import hashlib
@@ -31,24 +30,24 @@ from narrowcast.training.checkpoints.tensor_file import write_tensors
 from narrowcast.training.checkpoints.tree import flatten, unflatten
 
 FORMAT = 1
-"""The version of the layout; a reader refuses any other."""
+"""Version of the layout; readers raise for any other."""
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
-    """The state of a run at one step, on the host and ready to be written."""
+    """The state of a run at one step, on the host and ready to write."""
 
     step: int
     tree: Any
     tensors: dict[str, Tensor]
     seconds: float
-    """What taking it took, for which training waited."""
+    """Seconds that training waited for it."""
 
 
 def take_snapshot(step: int, *, state: dict[str, Any], copied: bool = False) -> Snapshot:
-    """Bring `state` to the host; `copied`: so that it may go on changing while this is written."""
+    """Copy `state` to the host; with `copied`, training may continue while it is written."""
     began = time.perf_counter()
     tree, tensors = flatten(state, copied=copied)
     seconds = time.perf_counter() - began
@@ -58,7 +57,7 @@ def take_snapshot(step: int, *, state: dict[str, Any], copied: bool = False) -> 
 def save_checkpoint(
     folder: Path, step: int, *, state: dict[str, Any], keep: int = 2, good_until: int | None = None
 ) -> CheckpointRecord:
-    """Write `state` as the checkpoint of `step` in `folder`; see `write_snapshot`."""
+    """Write `state` as the checkpoint of `step`; see `write_snapshot`."""
     taken = take_snapshot(step, state=state)
     record = write_snapshot(folder, taken, keep=keep, good_until=good_until)
     return replace(record, seconds_blocked=record.seconds_total)
@@ -67,18 +66,15 @@ def save_checkpoint(
 def write_snapshot(
     folder: Path, taken: Snapshot, *, keep: int = 2, good_until: int | None = None
 ) -> CheckpointRecord:
-    """Write the checkpoint of a step in `folder`, then remove all but the `keep` newest.
+    """Write a checkpoint, then remove all but this one and the `keep` newest up to `good_until`.
 
-    Where not all are good, the `keep` newest up to `good_until` stay, and this one.
-
-    If it cannot be written, the older checkpoints are untouched and `CheckpointError` says which
-    of them to go on from.
+    If it cannot be written, older checkpoints are untouched and the error names the newest.
     """
     began = time.perf_counter()
     step, tensors = taken.step, taken.tensors
     path = _checkpoint_path(folder, step)
     last = latest(folder)
-    hint = f"{last} is untouched, resume from it" if last else "there is no earlier checkpoint"
+    hint = f"{last} is unchanged, resume from it" if last else "there is no earlier checkpoint"
     with written_atomically(path, hint=hint) as extra, _checksums(tensors) as checksums:
         _make_ready(folder)
         extra.mkdir()
@@ -101,40 +97,39 @@ def write_snapshot(
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the state saved in `path`, its tensors on the CPU, after checking that it is whole.
+    """Return the state in `path`, tensors on the CPU, after checking every checksum.
 
-    A checkpoint that is not raises `CheckpointError`, which names the file and the newest older
-    checkpoint that is whole.
+    A damaged checkpoint raises `CheckpointError`, which names the newest older one that is intact.
     """
     try:
         return _load(path)
     except _DamagedError as damage:
         older = _newest_whole(path.parent, before=path)
         advice = (
-            f"{older.name} is whole: remove {path} and resume from that one"
+            f"Remove {path} to resume from {older.name}, which is intact."
             if older
-            else "there is no older one that is whole: start the run again"
+            else "No older checkpoint is intact. Start the run again."
         )
-        raise CheckpointError(f"{damage}; {advice}") from damage
+        raise CheckpointError(f"{damage}. {advice}") from damage
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the finished checkpoints in `folder`, oldest first; a file is none."""
+    """Return the complete checkpoints in `folder`, oldest first."""
     try:
         matches = list(folder.iterdir()) if folder.is_dir() else []
         named = [path for path in matches if _NAME.fullmatch(path.name) and path.is_dir()]
     except OSError as error:
-        raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
+        raise CheckpointError(f"Cannot read {folder}: {error.strerror}.") from error
     return sorted(named, key=checkpoint_step)
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the newest finished checkpoint in `folder`."""
+    """Return the newest complete checkpoint in `folder`."""
     return next(reversed(checkpoints(folder)), None)
 
 
 def is_saved(folder: Path, step: int) -> bool:
-    """Say whether the checkpoint of `step` is in `folder`, for all that the disk tells."""
+    """Return whether the checkpoint of `step` is in `folder`."""
     try:
         return _checkpoint_path(folder, step).is_dir()
     except OSError:
@@ -142,12 +137,12 @@ def is_saved(folder: Path, step: int) -> bool:
 
 
 def checkpoint_step(path: Path) -> int:
-    """Return the step a checkpoint's name says it was saved at."""
+    """Return the step in a checkpoint's name."""
     return int(path.name.removeprefix("step-"))
 
 
 def checkpoint_bytes(path: Path) -> int:
-    """Return the bytes of a checkpoint's files."""
+    """Return the size of a checkpoint's files."""
     return sum(file.lstat().st_size for file in (path / STATE, path / TENSORS))
 
 
@@ -168,10 +163,7 @@ def _make_ready(folder: Path) -> None:
 
 
 def _remove_all_but(stored: set[Path], folder: Path) -> None:
-    """Remove the other checkpoints, those of a course the run has left among them.
-
-    One that cannot be removed stays: the new one is written, and that is what counts.
-    """
+    """Remove the other checkpoints; one that cannot be removed stays."""
     for path in set(checkpoints(folder)) - stored:
         with suppress(OSError):
             remove(path)
@@ -197,42 +189,44 @@ def _load(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise _DamagedError(f"{file} is missing")
     if (size := file.stat().st_size) != described["bytes"]:
-        raise _DamagedError(f"{file} has {size} bytes where {described['bytes']} were written")
+        raise _DamagedError(f"{file} must have {described['bytes']} bytes, got {size}")
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise _DamagedError(f"{file} is not readable: {error}") from error
+        raise _DamagedError(f"{file} cannot be read: {error}") from error
     expected = described["sha256"]["tensors"]
     with _checksums(tensors) as checksums:
         results = checksums()
     if changed := sorted(name for name in expected if results.get(name) != expected[name]):
-        raise _DamagedError(f"{file} has other values of {changed[0]} than were written")
+        raise _DamagedError(
+            f"{file} was changed after it was written: {changed[0]} has other values"
+        )
     try:
         state = unflatten(described["state"], tensors)
     except ValueError as error:
-        raise _DamagedError(f"{path / STATE} is not what was saved: {error}") from error
+        raise _DamagedError(f"{path / STATE} is not a saved state: {error}") from error
     if not isinstance(state, dict):
-        raise _DamagedError(f"{path / STATE} is not what was saved: its state is no mapping")
+        raise _DamagedError(f"{path / STATE} is not a saved state: it is not a mapping")
     return state
 
 
 def _read_state(file: Path) -> dict[str, Any]:
-    """Return what `state.json` holds, once its own checksum agrees."""
+    """Return the content of `state.json` after checking its checksum."""
     if not file.is_file():
-        raise _DamagedError(f"{file} is missing, so {file.parent} is no checkpoint")
+        raise _DamagedError(f"{file} is missing, so {file.parent} is not a checkpoint")
     try:
         described = json.loads(read_plain(file).decode())
         # A cut or binary file: JSONDecodeError, UnicodeDecodeError.
         if isinstance(described, dict) and described.get("format") not in (FORMAT, None):
             shown = str(described["format"])[:20]
-            raise _DamagedError(f"{file} has layout {shown}, this version reads layout {FORMAT}")
+            raise _DamagedError(f"{file} must have layout {FORMAT}, got {shown}")
         if wrong := misfit(described, _SHAPE) or _lacking(described):
             raise _DamagedError(f"{file} is not the state of a narrowcast checkpoint: {wrong}")
         same = _checksum(described["state"]) == described["sha256"]["state"]
     except (OSError, ValueError, RecursionError) as error:
-        raise _DamagedError(f"{file} is not readable: {error}") from error
+        raise _DamagedError(f"{file} cannot be read: {error}") from error
     if not same:
-        raise _DamagedError(f"{file} has other values than were written")
+        raise _DamagedError(f"{file} was changed after it was written")
     result: dict[str, Any] = described
     return result
 
@@ -257,7 +251,7 @@ def _checksum(tree: Any) -> str:
 
 @contextmanager
 def _checksums(tensors: dict[str, Tensor]) -> Iterator[Callable[[], dict[str, str]]]:
-    """Give a function that returns the checksum of each tensor; other threads work on it meanwhile.
+    """Yield a function that returns each tensor's checksum, computed in other threads meanwhile.
 
     SHA-256 takes longer than the disk: 1.2 s for 1.4 GB where writing and syncing took 0.9 s.
     """

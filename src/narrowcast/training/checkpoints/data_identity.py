@@ -1,4 +1,4 @@
-"""Which data a run is trained on, so that one that is continued goes on with the same."""
+"""Fingerprint of the training data, so that a run is not resumed on other data by mistake."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -18,50 +18,48 @@ from narrowcast.training.data import begin_worker, by_workers, fetch
 from narrowcast.training.task import MapDataset, SampleDataset, Task
 
 LOOKED_AT = 64
-"""Samples of data that does not identify itself: enough to tell one set from another, and read in
-a moment even where each is a picture to decode."""
+"""Samples to fingerprint if the data has no digest; fast even if each is an image to decode."""
 IN_MEMORY = 100_000
-"""Items of a list that are all looked at; Python takes a tenth of a second for them."""
+"""Lists up to this length are fingerprinted whole, in a tenth of a second."""
 READ_AGAIN = 4
-"""Samples that are read twice, to see whether they are the same."""
+"""Samples that are read twice, to check that they are reproducible."""
 CHUNK = 16 * 2**20
-"""Bytes that a thread takes at a time."""
+"""Bytes that a thread hashes at a time."""
 
 ALL, SOME, NONE = "all of it", f"{LOOKED_AT} samples spread over it", "nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataIdentity:
-    """What a checkpoint knows of its data."""
+    """The fingerprint of the data in a checkpoint."""
 
     samples: int
     digest: str
-    """SHA-256, in hexadecimal; empty where nothing could be looked at."""
+    """SHA-256 in hexadecimal; empty if nothing could be fingerprinted."""
     looked_at: str
-    """How much of it the digest tells of."""
+    """What the digest covers."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a checkpoint keeps it."""
+        """Return plain data."""
         return asdict(self)
 
     def differs_from(self, saved: Mapping[str, Any]) -> str:
-        """Say how this data is not what was `saved`; nothing where no difference can be seen."""
+        """Return how this data differs from what was saved, as text, or ""."""
         if saved["samples"] != self.samples:
-            return f"it had {saved['samples']} samples, and has {self.samples} now"
+            return f"it had {saved['samples']} samples and now has {self.samples}"
         if not saved["digest"] or not self.digest:
             return ""
         if saved["looked_at"] != self.looked_at:
-            return "it identifies itself in another way now, so it cannot be compared"
+            return "its fingerprint is now computed in another way, so it cannot be compared"
         same = saved["digest"] == self.digest
-        return "" if same else f"it has {self.samples} samples as before, with other values in them"
+        return "" if same else f"it still has {self.samples} samples, but with other values"
 
 
 def identify_data(task: Task, *, workers: int = 0) -> DataIdentity:
-    """Look at the data of `task`: as it identifies itself, or at samples of it.
+    """Fingerprint the data of a task: by its own digest, as a whole in memory, or by samples.
 
-    Data that is in memory is looked at as a whole. Where `workers` will read the data, a process
-    of its own looks at the samples: files that they open are theirs alone. Random generators are
-    left as they were; samples that draw from them draw the same every time.
+    If `workers` will read the data, a separate process reads the samples, because files that they
+    open must not be shared. Random generators are left unchanged.
     """
     data = task.train_data
     samples, looked_at = len(data), ALL
@@ -70,8 +68,8 @@ def identify_data(task: Task, *, workers: int = 0) -> DataIdentity:
             digest = task.data_digest()
         if not isinstance(digest, str) or not digest:
             raise ConfigError(
-                f"data_digest of the task returned {digest!r}; return a text that is another one "
-                "for other data, e.g. narrowcast.fingerprint(array)"
+                "data_digest of the task must return a non-empty text that differs for other "
+                f"data, got {digest!r}. Return e.g. narrowcast.fingerprint(array)."
             )
     elif isinstance(data, TensorDataset):
         digest = fingerprint(*data.tensors)
@@ -79,15 +77,15 @@ def identify_data(task: Task, *, workers: int = 0) -> DataIdentity:
         digest = _digest_of_value(list(data))
     else:
         looked_at = SOME
-        with blamed_on("a look at samples of the task's data"):
+        with blamed_on("reading samples of the task's train_data"):
             digest = _digest_of_some(task, workers=workers)
     return DataIdentity(samples=samples, digest=digest, looked_at=looked_at if digest else NONE)
 
 
 def fingerprint(*arrays: NDArray[Any] | Tensor) -> str:
-    """Return the SHA-256 of the dtypes, shapes and values of arrays, a gigabyte or two a second.
+    """Return the SHA-256 of the dtypes, shapes and values of arrays.
 
-    Chunks are hashed side by side, without a copy, and then the hashes of them.
+    Chunks are hashed in parallel without a copy, one to two gigabytes per second.
     """
     whole = hashlib.sha256()
     with ThreadPoolExecutor(thread_name_prefix="digest") as threads:
@@ -114,7 +112,7 @@ def _chunks(array: NDArray[Any] | Tensor) -> list[memoryview]:
 
 
 def _digest_of_some(task: Task, *, workers: int) -> str:
-    """Return the digest of samples from the first to the last; none where they cannot be told."""
+    """Return the digest of samples spread over the data, or "" if they are not reproducible."""
     data = task.train_data
     count = len(data)
     shown = min(LOOKED_AT, count)
@@ -141,7 +139,7 @@ def _digest_of_some(task: Task, *, workers: int) -> str:
 
 
 class _Look(Dataset[str]):
-    """The digests of samples, instead of the samples."""
+    """The digests of samples instead of the samples."""
 
     def __init__(self, data: MapDataset | SampleDataset) -> None:
         self._data = data
@@ -152,7 +150,7 @@ class _Look(Dataset[str]):
 
 
 def _digest_of_value(value: Any) -> str:
-    """Return the digest of a nested value; none where a part of it cannot be told apart."""
+    """Return the digest of a nested value, or "" if a part of it cannot be read."""
     whole = hashlib.sha256()
     try:
         for piece in _pieces(value):
@@ -167,7 +165,7 @@ class _UnknownError(Exception):
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of a value; no two different values have the same."""
+    """Yield the bytes of a value; different values have different bytes."""
     match value:
         case None | bool() | int() | float() | complex() | str() | bytes() | np.generic():
             text = repr(value).encode()

@@ -1,4 +1,4 @@
-"""What a finished run leaves: its weights in one safetensors file, and the files of its task."""
+"""Output of a finished run: its weights in one safetensors file, and the files of its task."""
 
 import contextlib
 import hashlib
@@ -27,31 +27,31 @@ from narrowcast.training.task import Task
 
 WEIGHTS = "model.safetensors"
 RESULTS = "finished.json"
-"""Written after all others: the step they are of, and the size and checksum of each."""
+"""Written last: the step, and the size and checksum of each output file."""
 NOT_OF_TASKS = frozenset({RECORDS, CHECKPOINTS, LOCK, "tensorboard", "wandb"})
 MOST_BYTES = 16 * 2**20
-"""Of that file: a hundred thousand results."""
+"""Largest size of that file, enough for a hundred thousand outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Where a run has ended."""
+    """Where and why a run ended."""
 
     step: int
     requested_steps: int
-    """The steps of its recipe."""
+    """Steps in the recipe."""
     why: str = ""
-    """Why it has ended before the last of them."""
+    """Why it ended before the last step."""
     exported: int = 0
-    """The step of the weights it ends with, where those of the best evaluation are asked for."""
+    """Step of the exported weights, if those of the best evaluation are exported."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """The headline of that evaluation, by its name."""
+    """Headline metric of that evaluation, by name."""
     extendable: bool = True
-    """Whether more steps continue it as a longer run would have gone; its learning rate, or
-    something else, may depend on the number of steps."""
+    """Whether more steps would continue it like a longer run; not if, for example, its learning
+    rate depends on the number of steps."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `finished.json` says of it."""
+        """Return its part of `finished.json`."""
         best = {"exported": {"step": self.exported, **self.measured}}
         return {
             "step": self.step,
@@ -61,7 +61,7 @@ class RunEnd:
 
     @property
     def ending_text(self) -> str:
-        """How a run ended that has not done all its steps, in words."""
+        """Why the run ended early, as text, or ""."""
         return (
             f"ended early at step {self.step} of {self.requested_steps}: {self.why}"
             if self.why
@@ -77,11 +77,10 @@ def write_results(
     end: RunEnd,
     best: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Write the weights to `folder`, then whatever else the task has to leave, then what that was.
+    """Write the weights, then the task's own files, then `finished.json`.
 
-    `best` has weights that the model has been given, with every digit they had when they were kept.
-    A task may see to the weights by itself. Where it fails at what it writes, they are safe, and
-    `narrowcast resume` tries it again.
+    `best` has weights to export in place of the model's. If the task's `write_results` fails, the
+    weights are saved already and `narrowcast resume` calls it again.
     """
     weights = folder / (task.weights_path or WEIGHTS)
     files = set[Path]()
@@ -92,17 +91,16 @@ def write_results(
         safe = folder / CHECKPOINTS if task.weights_path else weights
         before = _seen(folder)
         with blamed_on(
-            f"write_results of the task; the weights are safe in {safe}. Once it is repaired, "
-            f"`{resume_command(folder)}` writes the rest"
+            f"write_results of the task (the weights are safe in {safe}; once it is fixed, "
+            f"`{resume_command(folder)}` writes the rest)"
         ):
             task.write_results(folder, prepared)
         files |= {path for path, seen in _seen(folder).items() if before.get(path) != seen}
     if not any(file.is_relative_to(weights) for file in files):
         raise ConfigError(
-            f"the task's weights_path={task.weights_path!r}, and its write_results has written "
-            "nothing "
-            f"to {weights}; the weights are safe in {folder / CHECKPOINTS}. Once it is repaired, "
-            f"`{resume_command(folder)}` writes the rest"
+            "write_results of the task must save the weights to its weights_path, got nothing in "
+            f"{weights}. The weights are safe in {folder / CHECKPOINTS}. Fix write_results, then "
+            f"run `{resume_command(folder)}`."
         )
     listed = {file.relative_to(folder).as_posix(): _fingerprint(file) for file in sorted(files)}
     try:
@@ -110,16 +108,13 @@ def write_results(
         replace_file(folder / RESULTS, f"{text}\n".encode())
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {folder / RESULTS}: {explain_write_error(error)}; then continue with "
-            f"`{resume_command(folder)}`"
+            f"Cannot write {folder / RESULTS}: {explain_write_error(error)}. Then run "
+            f"`{resume_command(folder)}`."
         ) from error
 
 
 def results_are_whole(folder: Path, *, step: int, exported: int = 0) -> bool:
-    """Say whether all that a run of `step` steps left is still there, byte for byte.
-
-    With the weights of the step `exported`, where it was to end with those of another.
-    """
+    """Return whether the output of a run of `step` steps with weights of `exported` is whole."""
     match peek_json(folder / RESULTS, most_bytes=MOST_BYTES):
         case {"step": int(written), "files": {**files}, **rest} if written == step and files:
             best = rest.get("exported", {})
@@ -131,7 +126,7 @@ def results_are_whole(folder: Path, *, step: int, exported: int = 0) -> bool:
 
 
 def exported_tensors(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """Return what is in each safetensors file that a finished run has left."""
+    """Return the tensors of each safetensors file that a finished run wrote."""
     match peek_json(folder / RESULTS, most_bytes=MOST_BYTES):
         case {"files": {**files}}:
             names = [str(name) for name in files if str(name).endswith(".safetensors")]
@@ -143,10 +138,10 @@ def exported_tensors(folder: Path) -> dict[str, dict[str, Tensor]]:
 def export_weights(
     prepared: Prepared, path: Path, *, best: Mapping[str, Tensor] = MappingProxyType({})
 ) -> None:
-    """Write the state of the model, every weight with all its digits, to `path`.
+    """Write the model's state to `path`, every weight in full precision.
 
-    The names are those of the model's own `state_dict`. Of tied weights the file has the first, as
-    `safetensors.torch.load_model` expects it. Equal weights give equal bytes.
+    Names are those of `state_dict()`. For tied weights the file has the first name, as
+    `safetensors.torch.load_model` expects. Equal weights give equal bytes.
     """
     tied, weights = tied_names(prepared.model), {**prepared.engine.weights.full_by_name(), **best}
     _, tensors = flatten({name: weights[name] for name in weights if name not in tied})
@@ -155,17 +150,14 @@ def export_weights(
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Return the names of weights that have another name before."""
+    """Return the names of tied weights except their first."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name for name, each in named if first.setdefault(id(each), name) != name}
 
 
 def _seen(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return when each file of a folder was last written, and its size.
-
-    Not of those that others write while the run goes on: records, checkpoints, trackers.
-    """
+    """Return modification time and size of each file, except records, checkpoints and trackers."""
     result = {}
     for path in folder.rglob("*"):
         others = path.relative_to(folder).parts[0] in NOT_OF_TASKS

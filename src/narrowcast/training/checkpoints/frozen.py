@@ -1,8 +1,8 @@
-"""What a checkpoint need not hold: weights that nobody trains, which the task makes again.
+"""Frozen weights, which a checkpoint does not hold because the task builds them again.
 
-Of a model of billions that learns in adapters, a checkpoint is then what can change, and a checksum
-of each weight that did not. It is made of whole numbers, on the device the weight is on, so that it
-is the same on every device and nothing is copied to the host.
+For a large model with adapters, a checkpoint has only what is trained, and a checksum of every
+frozen weight. The checksum uses integers on the weight's own device, so it is the same on every
+device and nothing is copied to the host.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,30 +17,26 @@ from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.step.prepared import Prepared
 
 CHUNK = 2**18
-"""Numbers of 8 bytes that are looked at in one go: as many as a core's own memory holds."""
+"""Numbers of 8 bytes per pass, as many as fit in a core's cache."""
 _MIX = 0x2545F4914F6CDD1D
 """An odd number with its bits well spread (of the generator xorshift64*)."""
 
 
 @final
 class FrozenWeights:
-    """The weights of a model that no optimizer holds and that take no gradient."""
+    """The weights of a model that no optimizer has and that need no gradient."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
         self._made: dict[str, str] | None = None
 
     def identify(self) -> None:
-        """Look at them as the task has made them; called once, before anything is changed."""
+        """Compute the checksums as the task built the weights, once, before anything changes."""
         if self._made is None:
             self._made = checksums(self._by_name().items())
 
     def split_frozen(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the state of the prepared model without those that still are what they were.
-
-        And the checksums of those. One that a hook has written to stays in the state. Waits for the
-        device.
-        """
+        """Return the state without unchanged frozen weights, and their checksums. Synchronises."""
         assert self._made is not None
         now = checksums(self._by_name().items())
         same = {name: now[name] for name in now if now[name] == self._made.get(name)}
@@ -48,21 +44,21 @@ class FrozenWeights:
         return {**state, "weights": weights}, same
 
     def require_same(self, saved: Mapping[str, str], *, step: int) -> None:
-        """Refuse a checkpoint that leaves out weights which are others here."""
+        """Raise if a frozen weight differs from the one that the checkpoint was saved with."""
         assert self._made is not None
         for name, was in saved.items():
             if (here := self._made.get(name, "")) != was:
                 before, now = (each.rpartition(" ")[0] for each in (was, here))
-                message = f"it was {before} and is {now or 'trained'}"
+                message = f"it was {before} and is now {now or 'trained'}"
                 message = message if before != now else "it has other values"
                 raise CheckpointError(
-                    f"the checkpoint of step {step} does not hold {name}, which is not trained and "
-                    f"is made by the task, and here {message}; give the task what it was made from "
-                    "when the run began (the same files, the same seed), or start a new run"
+                    f"The checkpoint of step {step} does not hold the frozen weight {name}, which "
+                    f"the task builds, and {message}. Build the task from the same files and seed "
+                    "as when the run started, or start a new run."
                 )
 
     def put_back_into(self, state: dict[str, Any], saved: Mapping[str, str]) -> dict[str, Any]:
-        """Return the state that `left_out_of` made smaller, with the weights as they are here."""
+        """Return the state with the frozen weights of this model added again."""
         here = self._prepared.model.state_dict()
         weights = {**{name: here[name] for name in saved}, **state["weights"]}
         return {**state, "weights": weights}
@@ -80,7 +76,7 @@ class FrozenWeights:
 
 @torch.no_grad()
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return dtype, shape and a number made of every bit of each tensor. Waits for the device."""
+    """Return dtype, shape and a checksum of every bit of each tensor. Synchronises."""
     results = {name: (_outline(each), _sum(local_part(each).detach())) for name, each in tensors}
     sums = iter(torch.stack([s.cpu() for _, s in results.values()]).tolist() if results else [])
     return {name: f"{outline} {next(sums) % 2**64:016x}" for name, (outline, _) in results.items()}
@@ -92,9 +88,9 @@ def _outline(tensor: Tensor) -> str:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, as numbers of 8 bytes, each times a factor of its place.
+    """Return a weighted sum of a tensor's bits, as 8-byte integers.
 
-    Of 135 million weights in bf16 a core takes a tenth of a second.
+    For 135 million bf16 weights one core takes a tenth of a second.
     """
     bits = tensor.contiguous().reshape(-1).view(torch.uint8)
     if bits.numel() % 8 or bits.storage_offset() % 8:

@@ -1,4 +1,4 @@
-"""Whether two states are the same, bit for bit, and where they first are not."""
+"""Bit-exact comparison of two states."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def first_difference(a: Any, b: Any, *, where: str = "") -> str | None:
-    """Say where two nested states first differ, and how; None if every bit is the same.
+    """Return where and how two nested states first differ, or None if every bit is the same.
 
-    A NaN is the same as itself, -0.0 is not the same as 0.0, and 1 is not the same as 1.0.
+    NaN equals itself, -0.0 differs from 0.0, and 1 differs from 1.0.
     """
     if type(a) is not type(b) and not (isinstance(a, dict) and isinstance(b, dict)):
         return f"{where}: a {type(a).__name__} and a {type(b).__name__}"

@@ -59,7 +59,7 @@ _ALL_NEEDED = (*_COUNTS, "shapes", "random")
 
 
 def require_run_state(state: dict[str, Any], path: Path) -> None:
-    """Refuse what the checkpoint `path` holds if it is not the state of a run at that step."""
+    """Raise if the checkpoint at `path` is not the state of a run at that step."""
     wrong = next((f"it has no {key}" for key in _ALL_NEEDED if key not in state), None)
     wrong = wrong or misfit(state, _SHAPE) or unreadable([state.get(name) for name in _PLAIN])
     if not wrong:
@@ -69,18 +69,20 @@ def require_run_state(state: dict[str, Any], path: Path) -> None:
         wrong = f"it is of step {state['step']}"
     if wrong:
         raise CheckpointError(
-            f"{path} is not the state of a run at that step: {wrong}; remove it to go on from an "
-            "older one"
+            f"{path} is not the state of a run at that step: {wrong}. Remove it to resume from an "
+            "older checkpoint."
         )
 
 
 @contextmanager
 def blamed_on_part(step: int, name: str) -> Iterator[None]:
-    """Say of which part of the checkpoint of `step` it is, where that cannot be taken up."""
+    """Name the part of the checkpoint in errors raised inside the block."""
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"the {name} of the checkpoint of step {step}: {error}") from error
+        raise CheckpointError(
+            f"Cannot restore the {name} from the checkpoint of step {step}. {error}"
+        ) from error
     except torch.OutOfMemoryError:
         raise
     except (
@@ -93,7 +95,7 @@ def blamed_on_part(step: int, name: str) -> Iterator[None]:
         ValueError,
     ) as error:
         raise CheckpointError(
-            f"the {name} of the checkpoint of step {step} is not what this run saves there "
-            f"({type(error).__name__}: {error}); remove that checkpoint to go on from an older "
-            "one, or resume it with the version it was saved by"
+            f"Cannot restore the {name} from the checkpoint of step {step} "
+            f"({type(error).__name__}: {error}). Remove the checkpoint to resume from an older "
+            "one, or use the version that saved it."
         ) from error

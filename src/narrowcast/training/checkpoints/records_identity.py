@@ -1,4 +1,4 @@
-"""The records that led to a checkpoint: on the disk before it is, and unchanged at a resume."""
+"""The records up to a checkpoint: synced before it is saved, and unchanged when it is resumed."""
 
 import hashlib
 import os
@@ -18,16 +18,15 @@ CHUNK = 2**20
 
 @final
 class RecordsDigest:
-    """The digest of a growing file; what it has read it does not read again."""
+    """Incremental digest of a growing file."""
 
     def __init__(self) -> None:
         self._read, self._digest = 0, hashlib.sha256()
 
     def upto_now(self, folder: Path) -> dict[str, Any]:
-        """Return size and digest of the records in `folder`, once they are on the disk.
+        """Sync the records, and return their size and digest; both are 0 and empty without records.
 
-        So a power cut that leaves a checkpoint, which is synced too, leaves the records of its
-        steps. A run that keeps no records has empty ones.
+        After a power cut, a synced checkpoint then has the records of its steps.
         """
         try:
             with open_plain(folder / RECORDS, follow=True) as file:
@@ -42,8 +41,8 @@ class RecordsDigest:
             pass
         except OSError as error:
             raise CheckpointError(
-                f"cannot read {folder / RECORDS}: {explain_write_error(error)}; then continue with "
-                f"`{resume_command(folder)}`"
+                f"Cannot read {folder / RECORDS}: {explain_write_error(error)}. Then run "
+                f"`{resume_command(folder)}`."
             ) from error
         return {"bytes": self._read, "sha256": self._digest.hexdigest()}
 
@@ -51,7 +50,7 @@ class RecordsDigest:
 def require_records(
     run: RunFolder, state: Mapping[str, Any] | None, *, accept: Collection[str] = ()
 ) -> None:
-    """Refuse records that are not what the run wrote up to the checkpoint `state` comes from."""
+    """Raise if the records differ from what the run wrote up to its checkpoint."""
     done = 0 if state is None else int(state["step"])
     records = run.records()  # what is damaged is said here
     if state is None or "records" in accept:
@@ -62,8 +61,8 @@ def require_records(
     steps = [r.step for r in records if isinstance(r, StepRecord) and r.step <= done]
     wrong = _wrong_steps(steps, done) or "has other values up to the checkpoint"
     raise CheckpointError(
-        f"{run.path / RECORDS} is not what the run wrote: it {wrong}; put it back from a copy, or "
-        "add --accept records (in Python accept=['records']) to go on with it as it is"
+        f"{run.path / RECORDS} was changed after the run wrote it: it {wrong}. Restore it from a "
+        "copy, or add --accept records (in Python accept=['records']) to continue with it."
     )
 
 
@@ -75,13 +74,13 @@ def _wrong_steps(steps: list[int], done: int) -> str:
     if not missing:
         return "has steps twice or out of order"
     return (
-        f"lacks {len(missing)} of the {done} steps that its checkpoint has done, the first of them "
-        f"step {missing[0]}"
+        f"lacks {len(missing)} of the {done} steps before its checkpoint, the first is step "
+        f"{missing[0]}"
     )
 
 
 def is_as_written(file: Path, saved: Mapping[str, Any]) -> bool:
-    """Say whether a file begins with what was saved of it."""
+    """Return whether a file still starts with what was saved of it."""
     digest, left = hashlib.sha256(), int(saved.get("bytes", 0))
     try:
         with open_plain(file, follow=True) as content:

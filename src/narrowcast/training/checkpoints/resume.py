@@ -1,4 +1,4 @@
-"""Taking a run up again: its last checkpoint, the model it fits, the records up to it."""
+"""Resuming a run: its last checkpoint, its model, and its records up to there."""
 
 import math
 from typing import Any
@@ -13,16 +13,13 @@ from narrowcast.training.checkpoints.parts import require_run_state
 from narrowcast.training.checkpoints.records_identity import is_as_written
 
 BEFORE_ALL = -1
-"""A step before those of all records, some of which are written before the first step."""
+"""A step before all records, some of which are written before step 1."""
 SHOWN = 3
-"""Differences between two models that a message lists; the first ones tell the rest."""
+"""Differences that a message lists."""
 
 
 def latest_state(run: RunFolder) -> dict[str, Any] | None:
-    """Return the state of the newest checkpoint of `run`, or None before the first one.
-
-    Changes nothing. A damaged checkpoint raises `CheckpointError`.
-    """
+    """Return the state of the newest checkpoint of `run`, or None; a damaged one raises."""
     path = latest(run.checkpoints)
     if path is None:
         return None
@@ -32,10 +29,9 @@ def latest_state(run: RunFolder) -> dict[str, Any] | None:
 
 
 def rewind_to(run: RunFolder, state: dict[str, Any] | None) -> list[Record]:
-    """Drop the records after the checkpoint `state` comes from, or all; return those left.
+    """Drop the records after a checkpoint, or all; return the rest.
 
-    Afterwards the records are those of a run that has just saved that checkpoint, even where the
-    run was killed between saving it and recording it.
+    If the run was killed between saving the checkpoint and recording it, its record is added.
     """
     if state is None:
         return run.rewind(BEFORE_ALL)
@@ -63,7 +59,7 @@ def shapes(model: nn.Module) -> dict[str, list[int]]:
 
 
 def require_same_model(saved: dict[str, list[int]], model: nn.Module, *, step: int) -> None:
-    """Refuse a checkpoint whose model has other parameters than `model`, before it is loaded."""
+    """Raise if the checkpoint's model has other parameters than `model`."""
     here = shapes(model)
     differences = [
         f"{name} is {_shape(saved.get(name))} in the checkpoint and {_shape(here.get(name))} here"
@@ -73,9 +69,9 @@ def require_same_model(saved: dict[str, list[int]], model: nn.Module, *, step: i
     if differences:
         more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         raise CheckpointError(
-            f"the checkpoint of step {step} is of another model: "
-            f"{'; '.join(differences[:SHOWN])}{more}; nothing was loaded. Resume with the settings "
-            "its run was started with, or start a new run"
+            f"The checkpoint of step {step} has another model: "
+            f"{'; '.join(differences[:SHOWN])}{more}. Nothing was loaded. Resume with the settings "
+            "of its run, or start a new run."
         )
 
 

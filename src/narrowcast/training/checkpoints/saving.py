@@ -1,4 +1,4 @@
-"""The checkpoints of a run that is going on: written when there is a folder, and told once."""
+"""Saving checkpoints during a run, in the background if requested."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,15 +29,14 @@ class _Writing:
     good_until: int
     written: Future[CheckpointRecord]
     reported: bool
-    """Whether there is a record of this step already."""
+    """Whether this step was recorded already."""
 
 
 @final
 class Saving:
-    """Saves the state of a run, and knows what is saved.
+    """Saves the state of a run, one checkpoint at a time.
 
-    In the background, training waits until the state is on the host, and a thread writes it. One
-    checkpoint at a time: who would begin another waits for the one before.
+    In the background, training waits only until the state is on the host, and a thread writes it.
     """
 
     def __init__(
@@ -54,10 +53,10 @@ class Saving:
         self._thread = ThreadPoolExecutor(1, "checkpoint") if settings.background else None
         self._writing: _Writing | None = None
         self.last = 0
-        """The step of the last checkpoint."""
+        """Step of the last checkpoint."""
 
     def save(self, progress: Progress) -> Iterator[Record]:
-        """Write a checkpoint of the whole run, if there is a folder to write it to."""
+        """Write a checkpoint of the whole run, if there is a folder."""
         if self._home is None:
             return
         yield from self.settled()
@@ -78,7 +77,7 @@ class Saving:
             yield replace(record, seconds_blocked=record.seconds_total)
 
     def arrived(self) -> Iterator[Record]:
-        """Tell of a checkpoint that has been written meanwhile; does not wait."""
+        """Yield the record of a checkpoint that was written meanwhile; does not wait."""
         if self._writing is not None and self._writing.written.done():
             yield from self.settled()
 
@@ -111,6 +110,6 @@ class Saving:
             yield from self.settled()
 
     def close(self) -> None:
-        """Let what is being written come to its end."""
+        """Wait for the thread that writes."""
         if self._thread is not None:
             self._thread.shutdown()

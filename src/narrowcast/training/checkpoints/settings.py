@@ -1,8 +1,4 @@
-"""The settings that decide what a step does: those a checkpoint is continued under, or not at all.
-
-A checkpoint holds every setting of its run. Where the run's folder, or whoever continues it, says
-otherwise, one of the two is wrong, and only the owner of the run knows which.
-"""
+"""The settings that decide what a step does; a resumed run must have those of its checkpoint."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -30,26 +26,26 @@ MAY_CHANGE = (
     "data.prefetch",
     "trackers",
 )
-"""Settings that do not decide what a step does; all others belong to the run as it began."""
+"""Settings that do not decide what a step does, and may change when a run is resumed."""
 
 NAMES = ("name", "description")
-"""What a run is called; it decides nothing, and may be written differently at any time."""
+"""Names of the run, which may change at any time."""
 
 SHOWN = 5
 """Differences that a message lists."""
 LONGEST_SHOWN = 60
-"""Characters of a value in one."""
+"""Longest value in a message."""
 
 POLICY = "precision.policy"
 
 
 def places_in(data: type[DataSection]) -> tuple[str, ...]:
-    """Return the settings of a workload that say where its data lies; its digest is compared."""
+    """Return the settings that say where the data is; its fingerprint is compared instead."""
     return tuple(f"data.{name}" for name in data.places)
 
 
 def may_change(key: str, before: Mapping[str, Any], *, places: Collection[str] = ()) -> bool:
-    """Say whether a setting may have another value from a checkpoint on that has `before`."""
+    """Return whether a setting may change after a checkpoint with the settings `before`."""
     # What auto stood for depends on the machine; the checkpoint refuses any other policy anyway.
     named_auto = key == POLICY and before.get(POLICY) == "auto"
     return key in MAY_CHANGE or key in NAMES or key in places or named_auto
@@ -58,7 +54,7 @@ def may_change(key: str, before: Mapping[str, Any], *, places: Collection[str] =
 def decisive_differences(
     saved: Mapping[str, Any], here: Mapping[str, Any], *, places: Collection[str] = ()
 ) -> list[str]:
-    """Return the keys that decide steps and that are not the same in both, or only in one."""
+    """Return the settings that decide steps and differ, or are only in one of the two."""
     keys = [*saved, *(key for key in here if key not in saved)]
     return [
         key
@@ -69,9 +65,9 @@ def decisive_differences(
 
 
 def difference_text(keys: list[str], saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Write differences in one line: what the checkpoint has, and what there is here."""
+    """Return differences as one line of text."""
     each = [
-        f"{key} is {_shown(saved, key)} in the checkpoint and {_shown(here, key)} here"
+        f"{key} is {_shown(saved, key)} in the checkpoint and {_shown(here, key)} now"
         for key in keys[:SHOWN]
     ]
     more = [f"{len(keys) - SHOWN} more"] if len(keys) > SHOWN else []

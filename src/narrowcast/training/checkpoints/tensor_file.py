@@ -11,10 +11,7 @@ from narrowcast.runs.writing import sync_file
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], *, metadata: dict[str, str]) -> None:
-    """Write a safetensors file that outlasts a power cut; a full disk raises `OSError`.
-
-    The tensors are on the CPU, contiguous, and no two of them share memory.
-    """
+    """Write and sync a safetensors file of contiguous CPU tensors; a full disk raises `OSError`."""
     try:
         save_file(tensors, path, metadata=metadata)
     except SafetensorError as error:  # what its Rust part makes of a full disk

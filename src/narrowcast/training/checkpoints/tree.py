@@ -1,7 +1,7 @@
 """A nested state (dicts, lists, tuples, tensors, plain values) as one JSON value and named tensors.
 
-JSON alone would turn a tuple into a list, the key 3 into "3" and an infinity into something no
-other reader accepts. What JSON lacks is written as an object with one key that begins with `$`.
+JSON alone would turn a tuple into a list, the key 3 into "3", and has no infinities. What JSON
+lacks is an object with one key that starts with `$`.
 """
 
 import math
@@ -11,24 +11,21 @@ from torch import Tensor
 
 
 def flatten(state: Any, *, copied: bool = False) -> tuple[Any, dict[str, Tensor]]:
-    """Return `state` with a name in place of each tensor, and the tensors by name, on the CPU.
+    """Return `state` with names in place of tensors, and the tensors by name, on the CPU.
 
-    Tensors that are the same memory are kept once. `copied`: none of them is that of the state, so
-    that the state may go on changing. Waits for the device.
+    Tensors that share memory are stored once. With `copied`, no tensor is that of the state, which
+    may then change. Synchronises.
     """
     stored = _SavedTensors(copied=copied)
     return _flatten(state, stored, path=()), stored.tensors
 
 
 def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the state that `flatten` made `tree` and `tensors` from.
-
-    A tree that `flatten` does not make raises ValueError.
-    """
+    """Return the state that `flatten` was given; raise ValueError for any other tree."""
     try:
         return _unflatten(tree, tensors)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def _unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
@@ -48,7 +45,7 @@ def _unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
         case [("$dict", list(items))]:
             return dict(_item(item, tensors) for item in items)
     if strange := [key for key in tree if key.startswith("$")]:
-        raise ValueError(f"{strange[0]} has no meaning there")
+        raise ValueError(f"{strange[0]} is not valid there")
     return {key: _unflatten(value, tensors) for key, value in tree.items()}
 
 
@@ -59,11 +56,11 @@ def _item(item: Any, tensors: dict[str, Tensor]) -> tuple[str | int, Any]:
     match item:
         case [(str() | int()) as key, value]:
             return key, _unflatten(value, tensors)
-    raise ValueError("$dict holds something that is no key with its value")
+    raise ValueError("$dict has an entry that is not a key with a value")
 
 
 class _SavedTensors:
-    """The tensors met so far: each memory once, each under a name of its own."""
+    """The tensors so far, each memory once and under its own name."""
 
     def __init__(self, *, copied: bool) -> None:
         self._copied = copied
@@ -112,11 +109,11 @@ def _flatten(state: Any, saved: _SavedTensors, path: tuple[object, ...]) -> Any:
             return {"$dict": [list(item) for item in items]}
         case _:
             where = "/".join(str(key) for key in path)
-            raise TypeError(f"{where}: a checkpoint holds no {type(state).__name__}")
+            raise TypeError(f"{where}: a checkpoint cannot hold a {type(state).__name__}")
 
 
 def _checked_key(key: Any, path: tuple[object, ...]) -> str | int:
     if isinstance(key, str | int):
         return key
     where = "/".join(str(part) for part in path)
-    raise TypeError(f"{where}: a checkpoint holds no dict with a {type(key).__name__} for a key")
+    raise TypeError(f"{where}: a checkpoint cannot hold a dict with a {type(key).__name__} as key")

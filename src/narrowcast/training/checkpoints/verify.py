@@ -1,4 +1,4 @@
-"""Proof, for one recipe on this machine, that a run which is killed and resumed is the same run."""
+"""`narrowcast verify-resume`: checks that a killed and resumed run is bit-exact."""
 
 import random
 import signal
@@ -28,24 +28,24 @@ from narrowcast.training.checkpoints.identity import first_difference
 
 NARROWCAST = (sys.executable, "-m", "narrowcast")
 POLL_SECONDS = 0.005
-"""Between two looks at the records of a run that is to be killed: less than most steps take."""
+"""Between two reads of the records of a run to kill; less than most steps take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeCheck:
-    """What came of killing a run and resuming it."""
+    """Result of killing a run and resuming it."""
 
     steps: int
     killed_after: int
-    """The last step the run had recorded when it was killed."""
+    """Last recorded step when the run was killed."""
     resumed_from: int
-    """The step of the checkpoint it was resumed from; 0: from the beginning."""
+    """Step of the checkpoint it was resumed from; 0 for the start."""
     difference: str | None
-    """The first thing that is not the same, bit for bit, as in the run that was not killed."""
+    """First difference from the run that was not killed; None if bit-exact."""
 
     @property
     def equal(self) -> bool:
-        """Whether records, weights, optimizer, scale and random state are all the same."""
+        """Whether records, weights, optimizer, loss scale and random state are the same."""
         return self.difference is None
 
 
@@ -57,11 +57,11 @@ def verify_resume(
     seed: int = 0,
     command: Sequence[str] = NARROWCAST,
 ) -> ResumeCheck:
-    """Run `recipe` straight, and again with a SIGKILL after a step that `seed` chooses; compare.
+    """Run `recipe` to its end, and again with a SIGKILL after a step chosen by `seed`; compare.
 
-    `words` are what `narrowcast train` was given: the recipe and its overrides. The two runs are
-    left in `folder`, as `straight` and `resumed`, with the output of their processes beside them.
-    On a GPU both are `deterministic`, unless the words say otherwise.
+    `overrides` are the arguments of `narrowcast train`. The runs are left in `folder` as `straight`
+    and `resumed`, with their logs. On a GPU both are `deterministic`, unless the arguments say
+    otherwise.
     """
     every = max(recipe.steps // 5, 1)
     if recipe.eval.patience:  # it may be over soon
@@ -92,10 +92,10 @@ def verify_resume(
 
 
 def difference_between(a: Path, b: Path, *, but: Collection[str] = ()) -> str | None:
-    """Say where two finished runs first differ: records, last checkpoint, exported weights.
+    """Return where two finished runs first differ: records, last checkpoint, exported weights.
 
-    Parts of the checkpoint that `but` names are not compared, nor the checksum of the records,
-    which say how long each step took.
+    Parts of the checkpoint in `but` are not compared, nor the checksum of the records, which have
+    times.
     """
     with RunFolder.open(a) as one, RunFolder.open(b) as other:
         if text := _record_difference(one.records(), other.records()):
@@ -122,7 +122,7 @@ def _record_difference(a: list[Record], b: list[Record]) -> str | None:
 
 
 def _finish(command: Sequence[str], *, log: Path) -> None:
-    """Run a process to its end, and raise what it failed with."""
+    """Run a process to its end, and raise if it failed."""
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(command, stdout=output, stderr=output, check=False)
     if done.returncode != 0:
@@ -130,7 +130,7 @@ def _finish(command: Sequence[str], *, log: Path) -> None:
 
 
 def _kill(command: Sequence[str], folder: Path, *, after: int, log: Path) -> int:
-    """Start a run, kill it once it has recorded step `after`; return the last step it recorded."""
+    """Start a run, kill it after step `after`, and return its last recorded step."""
     records = folder / "records.jsonl"
     last, read = 0, 0
     with (
@@ -144,14 +144,17 @@ def _kill(command: Sequence[str], folder: Path, *, after: int, log: Path) -> int
         finally:
             process.kill()
     if process.returncode == 0:
-        raise UnsupportedError("the run ended before it could be killed; give it more steps")
+        raise UnsupportedError(
+            f"The run must last until it is killed after step {after}, got a run that ended "
+            "before. Give it more steps."
+        )
     if process.returncode != -signal.SIGKILL:
         raise _failure(process.returncode, log)
     return _follow(records, last, read)[0]
 
 
 def _follow(records: Path, last: int, read: int) -> tuple[int, int]:
-    """Return the last step in records that may still be written, given how far they were read."""
+    """Return the last step in the records, and how far they were read."""
     if not records.exists():
         return last, read
     with records.open("rb") as file:
@@ -171,5 +174,5 @@ def _failure(code: int, log: Path) -> NarrowcastError:
     }
     said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
     return kinds.get(code, CheckpointError)(
-        f"the run ended with exit code {code}: {' '.join(said)} (all of it is in {log})"
+        f"The run failed with exit code {code}: {' '.join(said)} (full log: {log})"
     )

@@ -1,7 +1,7 @@
-"""The weights of the best evaluation, kept in a file of the run's folder until the run is over.
+"""The weights of the best evaluation, in a file of the run folder until the run ends.
 
-Each is a file of its own, `best/step-000060.safetensors`, and stays as long as a checkpoint counts
-on it: a run that is killed goes on from one, and its best is the one it had then.
+Each is a file of its own, `best/step-000060.safetensors`, and stays while a checkpoint refers to
+it, because a killed run resumes with the best weights it had then.
 """
 
 import hashlib
@@ -33,23 +33,20 @@ _NAME = re.compile(r"step-([0-9]{1,18})\.safetensors")
 
 @final
 class BestWeights:
-    """The weights of the best evaluation so far, if the run is to end with them."""
+    """The weights of the best evaluation so far, if the run exports them."""
 
     def __init__(
         self, prepared: Prepared, frozen: FrozenWeights, *, home: Home | None, wanted: bool
     ) -> None:
         self._prepared, self._frozen, self._home, self._wanted = prepared, frozen, home, wanted
         self.step = 0
-        """The step they are of; 0 where none are kept."""
+        """Step of the weights; 0 if there are none."""
         self._sha256 = ""
         self._held: dict[str, Any] | None = None
-        """In memory, where there is no folder."""
+        """The weights in memory, if there is no folder."""
 
     def keep(self, step: int, *, answer: Callable[[], Mapping[str, Tensor]] = dict) -> None:
-        """Keep the weights as they are now, those of `step`. Waits for the device.
-
-        Where a strategy returns others than those it trains, `answer` has them.
-        """
+        """Save the current weights, or those that a strategy returns as `answer`. Synchronises."""
         if not self._wanted:
             return
         now = collect_weights(self._prepared.engine)
@@ -65,7 +62,7 @@ class BestWeights:
         self.step = step
 
     def load_into_model(self) -> dict[str, Tensor]:
-        """Let the model have them; return them by name, with every digit they had."""
+        """Load them into the model; return them by name in full precision."""
         if not self.step:
             return {}
         state = self._held
@@ -78,23 +75,25 @@ class BestWeights:
         return weights
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to find them."""
+        """Return what a resumed run needs to read them."""
         return {"wanted": self._wanted, "step": self.step, "sha256": self._sha256}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a saved run stood, once the file is what it was."""
+        """Restore a `state_dict()` after checking its file."""
         if not self._wanted:
             return
         if not state["wanted"]:
             raise CheckpointError(
-                "the run has not kept the weights of its best evaluation up to here; leave out "
-                "eval.keep_best=true, or start a new run with it"
+                "eval.keep_best cannot be switched on for a run that was started without it. Leave "
+                "out eval.keep_best=true, or start a new run with it."
             )
         self.step, self._sha256 = int(state["step"]), str(state["sha256"])
         if not self.step:
             return
         if self._home is None:
-            raise CheckpointError("the best weights are in the run's folder; give folder=")
+            raise CheckpointError(
+                "The best weights are in the run folder, and this run has none. Pass folder=."
+            )
         self._require_whole(_weights_path(self._home.path(), self.step))
 
     def _require_whole(self, file: Path) -> None:
@@ -104,8 +103,8 @@ class BestWeights:
             whole = False
         if not whole:
             raise CheckpointError(
-                f"{file}, the weights of the best evaluation, is missing or not what was written; "
-                "put it back from a copy, or add eval.keep_best=false to end with the last weights"
+                f"{file}, the weights of the best evaluation, is missing or was changed. Restore "
+                "it from a copy, or add eval.keep_best=false to export the last weights."
             )
 
     def _read(self, home: Home) -> dict[str, Any]:
@@ -117,7 +116,7 @@ class BestWeights:
                 tree = json.loads(opened.metadata()["tree"])
             state: dict[str, Any] = unflatten(tree, tensors)
         except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+            raise CheckpointError(f"{file} cannot be read: {error}.") from error
         return state
 
 
@@ -126,9 +125,9 @@ def _weights_path(home: Path, step: int) -> Path:
 
 
 def _write(file: Path, state: dict[str, Any]) -> str:
-    """Write a file, whole or not at all, and return its digest."""
+    """Write a file atomically, and return its digest."""
     tree, tensors = flatten(state)
-    with written_atomically(file, hint="the last checkpoint is untouched") as extra:
+    with written_atomically(file, hint="the last checkpoint is unchanged") as extra:
         file.parent.mkdir(parents=True, exist_ok=True)
         # One entry: of several, safetensors writes whichever first, and bytes would differ.
         write_tensors(extra, tensors, metadata={"tree": json.dumps(tree)})
@@ -141,11 +140,10 @@ def _digest(file: Path) -> str:
 
 
 def _remove_useless(home: Path, *, before: int, now: int) -> None:
-    """Remove all but the best `now` and those that checkpoints count on.
+    """Remove all best weights except `now` and those that checkpoints refer to.
 
-    A checkpoint's best is the newest up to it, or the one before that where it was saved ahead of
-    its evaluation. Those after the one `before` are of a course the run has left. One that cannot
-    be removed is in nobody's way.
+    A checkpoint refers to the newest up to it, or to the one before if it was saved ahead of its
+    evaluation. Those after `before` are from steps the run went back from.
     """
     with suppress(OSError):
         named = [(_NAME.fullmatch(path.name), path) for path in (home / FOLDER).iterdir()]

@@ -1,4 +1,4 @@
-"""The end of a run that has stopped improving, before all of its steps are done."""
+"""Early stopping by the headline metric."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -11,7 +11,7 @@ from narrowcast.training.checkpoints.export import RunEnd
 
 
 def run_end(stopping: "EarlyStopping", recipe: Recipe, *, step: int) -> RunEnd:
-    """Return how a run ends at `step`, and with the weights of which."""
+    """Return how a run ends at `step`, and which weights it exports."""
     requested, best = recipe.steps, stopping.improvement
     return RunEnd(
         step=step,
@@ -25,28 +25,28 @@ def run_end(stopping: "EarlyStopping", recipe: Recipe, *, step: int) -> RunEnd:
 
 @final
 class EarlyStopping:
-    """Whether the headline of evaluations still improves, as `eval.patience` has it."""
+    """Whether evaluations still improve, by `eval.patience`."""
 
     def __init__(self, settings: EvalSection, info: TaskInfo) -> None:
         self._settings, self.metric = settings, info.headline
         self.improvement = Improvement()
-        """The best evaluation so far, and how many there were since the last that was better."""
+        """The best evaluation so far, and the number of evaluations since."""
 
     def note(self, record: Record) -> None:
-        """Take in a record, in the order in which they are handed on."""
+        """Take note of a record; called in order."""
         self.improvement = self.improvement.after(
             record, metric=self.metric, min_delta=self._settings.min_delta
         )
 
     @property
     def why(self) -> str:
-        """Why the run ends here; empty while it goes on."""
+        """Why the run ends here; empty while it continues."""
         return self.improvement.why_over(metric=self.metric, patience=self._settings.patience)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on from."""
+        """Return the state for a checkpoint."""
         return self.improvement.to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a saved run stood."""
+        """Restore a `state_dict()`."""
         self.improvement = Improvement(**state)

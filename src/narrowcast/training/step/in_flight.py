@@ -1,4 +1,4 @@
-"""Steps that have been queued, whose numbers may still be on their way: records and findings."""
+"""Queued steps whose numbers may still be on their way to the host: records and findings."""
 
 import time
 from collections import deque
@@ -25,10 +25,10 @@ class Attempt:
     step: int
     outcome: Outcome
     losses: AsyncCopy
-    """The loss, and then each of its parts."""
+    """The loss, then each of its parts."""
     items: int
     replay_inputs: ReplayInputs | None
-    """What it was given, kept while it may have to be looked into."""
+    """The inputs of the step, stored in case it has to be replayed."""
 
     def record(
         self,
@@ -39,7 +39,7 @@ class Attempt:
         seconds: float,
         parts: Sequence[str],
     ) -> StepRecord:
-        """Return what became of it, once its numbers are here; `parts` names those of its loss."""
+        """Return the record of the step; `parts` are the names of its loss parts."""
         outcome, (loss, *each) = self.outcome, losses
         return StepRecord(
             step=self.step,
@@ -58,18 +58,18 @@ class Attempt:
 
     @property
     def device(self) -> torch.device:
-        """Where the step was made."""
+        """The device of the step."""
         return self.outcome.applied_on_device.device
 
 
 @final
 class InFlight:
-    """Steps in the order in which they were queued, until their numbers are here."""
+    """Steps in the order they were queued, until their numbers are on the host."""
 
     def __init__(
         self, prepared: Prepared, investigator: Investigator, *, parts: Sequence[str]
     ) -> None:
-        """Take who looks into steps that went wrong, and the names of the parts of the loss."""
+        """`investigator` looks into bad steps; `parts` are the names of the loss parts."""
         self._prepared, self._investigator, self._parts = prepared, investigator, parts
         self._unread: deque[Attempt] = deque()
         self._findings: list[FindingRecord] = []
@@ -78,14 +78,11 @@ class InFlight:
         return len(self._unread)
 
     def add(self, attempt: Attempt) -> None:
-        """Take one more step."""
+        """Add a queued step."""
         self._unread.append(attempt)
 
     def landed(self, *, since: float) -> tuple[StepRecord, StepDiagnosis, float]:
-        """Wait for the oldest; return its record, what is told of it, and when it was here.
-
-        `since` is when the clock of the step began.
-        """
+        """Wait for the oldest step; return its record, its diagnosis, and when it arrived."""
         attempt = self._unread.popleft()
         outcome = attempt.outcome
         applied = outcome.applied  # waits, so the clock is read after it
@@ -104,11 +101,11 @@ class InFlight:
         return record, message, now
 
     def _has_moved_since(self, attempt: Attempt) -> bool:
-        """Say whether the weights are not those of an attempt any more. Waits for the device."""
+        """Return whether the weights have changed since an attempt. Synchronises."""
         return any(each.outcome.applied for each in (attempt, *self._unread))
 
     def _findings_upto(self, step: int) -> list[FindingRecord]:
-        """Return what the step log has found up to a step; it may know of later ones already."""
+        """Return the findings of the step log up to a step; it may have later ones already."""
         self._findings += self._prepared.findings()
         now = [each for each in self._findings if each.step <= step]
         self._findings = self._findings[len(now) :]

@@ -1,4 +1,4 @@
-"""A task's loss as the engine takes it: its parts checked, its gradients under their own scales."""
+"""A task's loss: its parts checked, its gradients under their own loss scales."""
 
 from collections.abc import Sequence
 from typing import final
@@ -11,50 +11,47 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.training.task import Batch, LossParts, Task
 
 CLOSE = 2.0**-6
-"""How far, of itself, a total may be from the sum of its parts: a few roundings of bf16."""
+"""Largest relative difference of a total from the sum of its parts: a few bf16 roundings."""
 
 
 @final
 class Losses:
-    """Computes the loss of batches, and backpropagates it."""
+    """Computes and backpropagates the loss of batches."""
 
     def __init__(self, prepared: Prepared, task: Task) -> None:
         self._prepared, self._task = prepared, task
         self._checked = not task.scaled_losses
 
     def of(self, model: nn.Module, batch: Batch) -> LossParts:
-        """Return the loss of a batch; refuse other parts than the task has declared."""
+        """Return the loss of a batch; raise if its parts are not those declared."""
         with blamed_on("the task's loss"):
             loss: object = self._task.loss(model, batch)
         if isinstance(loss, Tensor):
             loss = LossParts(total=loss)
         if not isinstance(loss, LossParts):
             raise ConfigError(
-                f"the task's loss returned a {type(loss).__name__}; return a tensor without "
-                "dimensions, or LossParts(total=…, parts={…})"
+                f"The task's loss must return a scalar tensor or LossParts(total=…, parts={{…}}), "
+                f"got a {type(loss).__name__}."
             )
         for name, value in {"loss": loss.total, **loss.parts}.items():
             is_tensor = isinstance(value, Tensor)
             if not is_tensor or value.dim():
-                what = f"has the shape {tuple(value.shape)}" if is_tensor else f"is {value!r}"
+                what = f"shape {tuple(value.shape)}" if is_tensor else f"{value!r}"
                 raise ConfigError(
-                    f"{name} of the task {what}; return a tensor without dimensions, e.g. its "
-                    ".mean()"
+                    f"{name} of the task must be a scalar tensor, got {what}. Return e.g. its "
+                    ".mean()."
                 )
         declared = self._task.info.loss_parts
         if set(loss.parts) != set(declared):
             raise ConfigError(
-                f"the task's loss has the parts {', '.join(loss.parts) or 'none'}, and "
-                f"info.loss_parts declares {', '.join(declared) or 'none'}; give both the same "
-                "names"
+                "The task's loss must have the parts in info.loss_parts "
+                f"({', '.join(declared) or 'none'}), got {', '.join(loss.parts) or 'none'}. Use "
+                "the same names in both."
             )
         return loss
 
     def backward(self, loss: LossParts, *, micro_batches: int) -> None:
-        """Add the gradients of one of so many micro-batches to those already there.
-
-        Waits for the device once, where several losses are scaled, in the first step.
-        """
+        """Add the gradients of one micro-batch. Synchronises once if several losses are scaled."""
         named = self._task.scaled_losses
         if not named:
             self._prepared.backward(_share(loss.total, micro_batches))
@@ -68,7 +65,7 @@ class Losses:
             self._prepared.backward(share, name=name, retain_graph=name != named[-1])
 
     def mean(self, losses: Sequence[LossParts]) -> Tensor:
-        """Return the means of detached losses: of the whole, then of each part; on the device."""
+        """Return the mean total loss and the mean of each part, on the device."""
         names = self._task.info.loss_parts
         rows = [
             torch.stack(
@@ -89,9 +86,9 @@ class Losses:
         # One that is not finite is the guard's to deal with.
         if bool(((total - parts).abs() > CLOSE * total.abs()) & total.isfinite()):
             raise ConfigError(
-                f"the parts {', '.join(named)}, which are scaled and trained by themselves, add up "
-                f"to {parts.item():g}, and the total is {total.item():g}; name all parts of the "
-                "total in scaled_losses, each with its weight in it"
+                f"The parts in scaled_losses ({', '.join(named)}) must sum to the total loss, got "
+                f"{parts.item():g} and a total of {total.item():g}. Name all parts of the total, "
+                "each multiplied by its weight."
             )
 
 

@@ -1,6 +1,6 @@
 """One training step: forward and backward of each micro-batch, then the update.
 
-Launched kernel by kernel, or replayed as CUDA graphs; which of the two is decided here.
+Steps run eagerly or as CUDA graphs.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from narrowcast.training.step.losses import Losses
 from narrowcast.training.task import Batch, LossParts, Task
 
 LARGEST_CAPTURED = 1_000_000_000
-"""Parameters of a model that is captured without being asked: beyond it, kernels run long enough
-for the host to keep ahead, and a captured step holds its memory for ever."""
+"""Larger models are captured only on request: their kernels run long enough for the host to keep
+ahead, and a captured step holds its memory."""
 
 
 @final
@@ -44,12 +44,12 @@ class Stepper:
         return self._model
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch, for a step that is taken again; `backward` goes with it."""
+        """Return the loss of a batch for a replayed step; `backward` must follow."""
         self._again = self.losses.of(self._model, batch)
         return self._again.total
 
     def backward(self, loss: Tensor, micro_batches: int) -> None:
-        """Backpropagate what `loss_of` has just returned, as the step did."""
+        """Backpropagate the loss that `compute_loss` just returned."""
         again, self._again = self._again, None
         assert again is not None
         assert again.total is loss
@@ -57,11 +57,11 @@ class Stepper:
 
     @property
     def captured(self) -> bool:
-        """Whether steps are replayed as CUDA graphs now."""
+        """Whether steps are CUDA graphs now."""
         return self._graphed is not None and self._graphed.captured
 
     def drop_graphs(self) -> None:
-        """Begin as with the first step: the model has other formats now, and graphs do not know."""
+        """Drop captured graphs, because the model has other formats now."""
         self._graphed = None
         if _wants_graph(self._prepared, self._task, self._recipe):
             self._graphed = GraphedStep(self._prepared.engine)
@@ -73,9 +73,9 @@ class Stepper:
         faults: StepFaults | None = None,
         between: Between | None = None,
     ) -> tuple[Outcome, Tensor]:
-        """Take a step; return its outcome, and the mean loss and those of its parts on the device.
+        """Take a step; return its outcome, and the mean loss with its parts on the device.
 
-        `between` is called when every weight has its gradient and none has moved.
+        `between` is called when all gradients are complete and no weight has moved.
         """
         if faults is not None:
             with eagerly():
@@ -85,7 +85,7 @@ class Stepper:
         return self._graphed(batches, between, passes=self.passes, launch=self._launch)
 
     def passes(self, batches: Sequence[Batch], *, faults: StepFaults | None = None) -> Tensor:
-        """Queue forward and backward passes; return the mean of the loss and of its parts."""
+        """Queue forward and backward passes; return the mean loss with its parts."""
         losses = []
         for number, batch in enumerate(batches, start=1):
             with contextlib.nullcontext() if faults is None else faults.during(number):
@@ -94,7 +94,7 @@ class Stepper:
         return self.losses.mean(losses)
 
     def _pass(self, batch: Batch, *, micro_batches: int) -> LossParts:
-        """Go forward and backward once; nothing of the graph is kept for the next."""
+        """Run one forward and backward pass."""
         with self._prepared.autocast():
             loss = self.losses.of(self._model, batch)
         self.losses.backward(loss, micro_batches=micro_batches)
@@ -114,17 +114,18 @@ class Stepper:
 
 
 def _wants_graph(prepared: Prepared, task: Task, recipe: Recipe) -> bool:
-    """Say whether steps are to be captured; refuse where that was asked and cannot be."""
+    """Return whether to capture steps; raise if that was requested and is not possible."""
     why = unsupported_reason(prepared.engine)
     if recipe.deterministic and not why:
         why = "deterministic kernels may wait for the host"
     if recipe.fault_injection and not why:
-        why = "a captured step is the same every time, and faults are not"
+        why = "a captured step repeats itself, and injected faults do not"
     if task.edits_gradients and prepared.loss_scale is not None and not why:
-        why = "a hook of the task edits gradients, which the host must first divide by the scale"
+        why = "a hook of the task edits gradients, which must be unscaled on the host first"
     if recipe.cuda_graph and why:
         raise UnsupportedError(
-            f"cuda_graph=true: {why}; write cuda_graph=null to have it where it can be"
+            f"cuda_graph=true is not possible: {why}. Write cuda_graph=null to capture steps only "
+            "where it is possible."
         )
     small = sum(p.numel() for p in prepared.model.parameters()) <= LARGEST_CAPTURED
     # Who saves memory wants none held by a graph, and random numbers cannot be drawn again in one.

@@ -44,7 +44,7 @@ def test_one_read_out_is_evaluated_in_full_and_a_share_of_the_run_goes_to_choosi
     # A fifth of 3 passes a step, half of it before the end: 3, 3 more, and the other 12.
     assert passes == [PARTS + 3, PARTS + 3, PARTS + 12]
     final = told(records)[-1]
-    assert "on 4 of 24 held-out batches, and the one that was measured on all" in final.why
+    assert "on 4 of 24 held-out batches, then evaluated on all" in final.why
     judged = [r for r in records if isinstance(r, EvalRecord)][-1]
     assert final.values[final.what] == min(final.values.values()) == judged.metrics["loss"]
     # The model has these weights in the end, and so the same loss on all of the data.
@@ -102,5 +102,5 @@ def test_a_budget_that_is_no_share_is_refused(budget, answer):
 
 def test_a_budget_is_refused_where_the_task_gives_no_parts():
     words = ["steps=10", "precision.policy=fp32", "strategy=hybrid", "strategy.readout.budget=0.1"]
-    with pytest.raises(ConfigError, match="every read-out is evaluated in full; leave it out"):
+    with pytest.raises(ConfigError, match="evaluates every average in full"):
         nc.train("tutorial", words)

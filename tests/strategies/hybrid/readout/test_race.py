@@ -158,5 +158,5 @@ def test_batches_are_taken_as_they_are_needed():
 
 
 def test_no_batches_are_refused():
-    with pytest.raises(ConfigError, match="give one or more, afresh for every call"):
+    with pytest.raises(ConfigError, match="at least one batch, got none"):
         raced({"trained": [1.0]}, passes=10, batches=[])

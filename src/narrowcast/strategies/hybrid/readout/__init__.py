@@ -1,1 +1,1 @@
-"""What a run returns: its weights, or an average of them that a held-out measure likes better."""
+"""The weights that a run returns: trained, or the average with the best held-out metric."""

@@ -1,11 +1,9 @@
-"""Averages of the weights with several half-lives, beside the model; training never sees them.
+"""Averages of the weights with several half-lives; training does not depend on them.
 
-An average under a learning rate that is still high stands about where the weights would be once
-the rate had fallen: it predicts the annealed weights without annealing them. How long its half-life
-should be is not known before; so there are a few, and whoever measures chooses.
-
-They are updated every few steps, a tenth of the shortest half-life, which changes an average of
-that length little and costs a tenth.
+Under a high learning rate, an average is close to where the weights would be after the rate has
+fallen. The best half-life is not known in advance, so there are a few, and an evaluation selects
+one. They are updated every tenth of the shortest half-life, which costs a tenth of every step and
+changes little.
 """
 
 from collections.abc import Sequence
@@ -21,26 +19,28 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.weights.master import in_buckets
 
 SMALL = 2**16
-"""Numbers of a weight below which several are moved at once: launching each takes longer."""
+"""Weights with fewer elements are updated together, because a launch for each takes longer."""
 UPDATES_PER_HALF_LIFE = 10
-"""An average of ten samples a half-life differs from one of all by less than their noise."""
+"""With ten samples per half-life, an average differs from that of all steps by less than noise."""
 
 
 def steps_between(half_lives: Sequence[float]) -> int:
-    """Return the steps between two updates of averages with these half-lives, in steps."""
+    """Return the steps between two updates for these half-lives, in steps."""
     return max(1, int(min(half_lives, default=1) / UPDATES_PER_HALF_LIFE))
 
 
 @final
 class AverageBank:
-    """fp32 averages of what is kept of each trained weight, one set for each half-life."""
+    """fp32 averages of each trained weight, one set per half-life."""
 
     def __init__(
         self, prepared: Prepared, half_lives: Sequence[float], *, every: int | None = None
     ) -> None:
-        """Take half-lives in steps, and the steps between two updates; none: a tenth of them."""
+        """`half_lives` and `every` are in steps; by default `every` is a tenth of the shortest."""
         if any(not half_life > 0 for half_life in half_lives):
-            raise ConfigError(f"half_lives={list(half_lives)}: write numbers of steps above 0")
+            raise ConfigError(
+                f"half_lives must be numbers of steps above 0, got {list(half_lives)}."
+            )
         self._weights = prepared.engine.weights
         self._parameters = [p for p in self._weights.all if p.requires_grad]
         self._places = {p: i for i, p in enumerate(self._parameters)}
@@ -55,7 +55,7 @@ class AverageBank:
 
     @property
     def is_filled(self) -> bool:
-        """Whether the averages are of anything yet."""
+        """Whether the averages have been updated."""
         return self._updates > 0
 
     def bytes(self) -> int:
@@ -63,17 +63,17 @@ class AverageBank:
         return sum(a.numel() * a.element_size() for each in self._averages for a in each)
 
     def of(self, number: int, weight: nn.Parameter) -> Tensor | None:
-        """Return an average of a weight; None of a weight that is not trained."""
+        """Return an average of a weight; None if the weight is not trained."""
         index = self._places.get(weight)
         return None if index is None else self._averages[number][index]
 
     @torch.no_grad()
     def update(self, *, applied: Tensor | None = None) -> None:
-        """Move the averages towards the weights, unless `applied`, a flag on the device, is false.
+        """Move the averages towards the weights, unless the device flag `applied` is false.
 
-        At first an average is the plain mean of all it has seen: a long half-life would else hold
-        on to where the run began. Waits for nothing; fp32 copies of some of the weights exist for a
-        moment.
+        At first an average is the plain mean of all updates, so that a long half-life does not hold
+        on to the initial weights. Does not synchronise. Needs fp32 copies of some weights at a
+        time.
         """
         if not self.half_lives:
             return
@@ -88,17 +88,17 @@ class AverageBank:
                 _move(these, local, share * moves)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, and how often they were updated."""
+        """Return the averages and the number of updates."""
         return {"updates": self._updates, "averages": self._averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a saved run stood."""
+        """Restore a `state_dict()`."""
         copy_tensors(self._averages, state["averages"])
         self._updates = int(state["updates"])
 
 
 def _move(averages: Sequence[Tensor], weights: Sequence[Tensor], share: float | Tensor) -> None:
-    """Move averages a share of the way to weights; a share on the device is not waited for."""
+    """Interpolate averages towards weights; does not synchronise."""
     small: tuple[list[Tensor], list[Tensor]] = [], []
     for average, weight in zip(averages, weights, strict=True):
         if average.numel() < SMALL:

@@ -1,8 +1,7 @@
-"""Which weights a run returns: the point it trains, or an average; chosen where it is measured.
+"""Which weights a run returns: the trained ones or an average, selected by a metric.
 
-Choosing never moves what is trained. The measure is the task's own, on its held-out data, so the
-choice is among a few and its bias is small; it is the same data that early stopping looks at. What
-it costs is one measurement of each, or, batch by batch, no more than a share of the run.
+Selecting never changes the trained weights. The metric is the task's own on its held-out data, as
+for early stopping. There are few candidates, so the selection bias is small.
 """
 
 import contextlib
@@ -25,35 +24,34 @@ from narrowcast.strategies.hybrid.readout.race import Better, Race, race
 from narrowcast.training.evaluation import in_eval_mode
 
 TRAINED = "trained"
-"""The read-out that is no average: what the optimizer, or the lookahead point, has come to."""
+"""Name of the trained weights, which are not an average."""
 
 B = TypeVar("B")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A read-out, and what each was measured at."""
+    """The selected weights, and the score of all candidates."""
 
     name: str
     scores: Mapping[str, float]
-    """The measure by the name of the read-out; of one that was judged on fewer batches, by what it
-    differs from the chosen one there."""
+    """Metric by name; on fewer batches, the selected one's plus the difference there."""
     batches: Mapping[str, int] = field(default_factory=dict)
-    """How many batches each was judged on; empty where each was measured as a whole."""
+    """Batches that each was compared on; empty if each was evaluated in full."""
 
     @property
     def is_average(self) -> bool:
-        """Whether an average was better than what is trained: a prediction that came true."""
+        """Whether an average was better than the trained weights."""
         return self.name != TRAINED
 
 
 def half_lives_in_steps(shares: Iterable[float], steps: int) -> dict[str, float]:
-    """Return half-lives that are given as shares of a run, by what their read-outs are called."""
+    """Return half-lives in steps by name, from shares of a run."""
     return {f"average {share:g}": max(share * steps, 1.0) for share in sorted(set(shares))}
 
 
 def best_name(scores: Mapping[str, float], *, better: Better) -> str:
-    """Return the name of the best; the first of equals, what is trained where none is a number."""
+    """Return the name of the best; the first of equals, the trained weights if none is finite."""
     sign = 1 if better == "lower" else -1
     finite = {name: sign * score for name, score in scores.items() if math.isfinite(score)}
     return min(finite, key=lambda name: finite[name]) if finite else TRAINED
@@ -61,7 +59,7 @@ def best_name(scores: Mapping[str, float], *, better: Better) -> str:
 
 @final
 class Readouts:
-    """The read-outs of a run: what is trained, and its averages by half-life."""
+    """The candidate weights of a run: the trained ones, and averages by half-life."""
 
     def __init__(
         self,
@@ -71,32 +69,29 @@ class Readouts:
         every: int | None = None,
         budget: ChoosingBudget | None = None,
     ) -> None:
-        """Take the half-lives of averages, in steps, by what the read-outs are called."""
+        """Take the half-lives of averages, in steps, by name."""
         self._prepared = prepared
         self.bank = AverageBank(prepared, list(half_lives.values()), every=every)
         self._numbers = {name: number for number, name in enumerate(half_lives)}
         self.chosen = TRAINED
-        """The read-out that the last measurement preferred."""
+        """Name of the weights that were selected last."""
         self.budget = ChoosingBudget() if budget is None else budget
-        """What choosing batch by batch has cost, and may."""
+        """What comparing on batches has cost, and may cost."""
         self._steps = 0
 
     @property
     def names(self) -> list[str]:
-        """Every read-out that there is now; averages of nothing are none."""
+        """Names of all candidates; averages only once they were updated."""
         return [TRAINED, *(self._numbers if self.bank.is_filled else ())]
 
     def after_step(self, outcome: Outcome) -> None:
-        """Let the averages follow, when it is time to; waits for nothing."""
+        """Update the averages if due; does not synchronise."""
         self._steps = outcome.step
         if self._numbers and outcome.step % self.bank.every == 0:
             self.bank.update(applied=outcome.applied_on_device)
 
     def choose(self, measure: Callable[[str], float], *, better: Better) -> Choice:
-        """Measure each read-out in the model's place, and prefer the best from now on.
-
-        `measure` gets the name and returns a number.
-        """
+        """Measure each candidate in the model and select the best; `measure` gets its name."""
         scores = {}
         for name in self.names:
             with self.swapped_in(name):
@@ -112,11 +107,11 @@ class Readouts:
         better: Better,
         passes: float | None = None,
     ) -> tuple[Choice, Race]:
-        """Compare the read-outs on as many of the same batches as may be, and prefer the best.
+        """Compare the candidates on the same batches, and select the best. Synchronises.
 
-        `passes` is how many forward passes may be spent; none: what the budget has left. Each is
-        looked at once at least. The model is in eval mode, without gradients, and every read-out
-        draws the same random numbers, none of them the run's. Waits for the device.
+        `passes` limits the forward passes; by default the budget does. Each candidate gets at least
+        one. The model is in eval mode without gradients, and every candidate draws the same random
+        numbers, which are not the run's.
         """
         model = self._prepared.model
         device = self._prepared.engine.weights.device
@@ -140,31 +135,31 @@ class Readouts:
         return Choice(name=self.chosen, scores=scores, batches=raced.batches), raced
 
     def swapped_in(self, name: str | None = None) -> contextlib.AbstractContextManager[None]:
-        """Let the model have a read-out inside the block; by default the one that was chosen."""
+        """Give the model a candidate inside the block, by default the selected one."""
         name = self._known(name)
         if name == TRAINED:
             return self._prepared.use_eval_weights()
         return swapped_in(self._prepared.engine, "reading_out", self._value_fn(name))
 
     def weights(self, name: str | None = None) -> dict[str, Tensor]:
-        """Return a read-out in fp32 by name, which the plain model loads; copies."""
+        """Return the weights of a candidate in fp32 by name, as copies for a plain model."""
         name = self._known(name)
         if name == TRAINED:
             return self._prepared.eval_state_dict()
         return self._prepared.engine.weights.copied_by_name(self._value_fn(name))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, the choice, and what choosing has cost."""
+        """Return the averages, the selection and its cost."""
         counts = {"names": list(self._numbers), "steps": self._steps, "spent": self.budget.spent}
         return {"chosen": self.chosen, **counts, **self.bank.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a saved run stood; refuse that of other averages."""
+        """Restore a `state_dict()`; raise if it has other averages."""
         if list(state.get("names", self._numbers)) != list(self._numbers):
             raise CheckpointError(
-                f"the state is of a run with the read-outs {', '.join(state['names']) or 'none'}, "
-                f"and this one has {', '.join(self._numbers) or 'none'}; give it the half_lives "
-                "that it was saved with"
+                f"The saved state has the averages {', '.join(state['names']) or 'none'}, and this "
+                f"run has {', '.join(self._numbers) or 'none'}. Use the half_lives it was saved "
+                "with."
             )
         self.bank.load_state_dict({key: state[key] for key in ("updates", "averages")})
         self.chosen = self._known(str(state["chosen"]))
@@ -175,7 +170,9 @@ class Readouts:
         name = self.chosen if name is None else name
         if name != TRAINED and name not in self._numbers:
             there = ", ".join([TRAINED, *self._numbers])
-            raise ConfigError(f"no read-out is called {name!r}; there are {there}")
+            raise ConfigError(
+                f"The name of candidate weights must be one of {there}, got {name!r}."
+            )
         return name
 
     def _value_fn(self, name: str) -> Callable[[nn.Parameter], Tensor]:

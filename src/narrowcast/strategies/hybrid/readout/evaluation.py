@@ -1,7 +1,7 @@
-"""An evaluation of a run that has read-outs: choose among them, and measure the chosen one in full.
+"""Evaluation with candidate weights: select one, and evaluate it in full.
 
-Where the task gives its held-out data in parts, the read-outs are compared on as many of these as
-the budget pays for. Half of it is kept for the end of the run, where the choice is for good.
+If the task has its held-out data in parts, the candidates are compared on as many parts as the
+budget allows. Half of it is kept for the last evaluation, where the selection is final.
 """
 
 from collections.abc import Mapping
@@ -21,32 +21,31 @@ from narrowcast.training.strategy import Measure
 from narrowcast.training.task import EvalBatches, Task
 
 BEFORE_THE_END = 0.5
-"""The part of the budget that all evaluations but the last may use: half."""
+"""Share of the budget for all evaluations but the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedWeights:
-    """What an evaluation found."""
+    """Result of an evaluation."""
 
     choice: Choice
-    """Scores are the headline in full; of others than the chosen one, where they were compared on
-    parts, that of the chosen one and what they differ from it there."""
+    """Scores are the headline in full; for others compared on parts, their difference is added."""
     metrics: Mapping[str, float]
-    """Of the chosen read-out, on all held-out data."""
+    """Metrics of the selected weights, on all held-out data."""
     why: str
 
 
 @final
 class Evaluation:
-    """Judges the read-outs of a run."""
+    """Evaluates the candidate weights of a run."""
 
     def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
         settings = recipe.strategy.readout
         if task.held_out is None and settings.budget != ReadoutSection().budget:
             raise ConfigError(
-                f"strategy.readout.budget={settings.budget:g}: this task gives its held-out data "
-                "as a whole, so that every read-out is evaluated in full; leave it out, or write "
-                "fewer strategy.readout.half_lives"
+                "strategy.readout.budget needs a task with held-out data in parts, got "
+                f"strategy.readout.budget={settings.budget:g}. This task evaluates every average "
+                "in full. Leave the budget out, or write fewer strategy.readout.half_lives."
             )
         self._prepared, self._headline, self._held = prepared, task.info.headline, task.held_out
         self._last_step = recipe.steps
@@ -60,7 +59,7 @@ class Evaluation:
         )
 
     def judge(self, step: int, measure: Measure) -> SelectedWeights:
-        """Choose among the read-outs, and say what the chosen one measures on all held-out data."""
+        """Select among the candidates, and evaluate the selected one on all held-out data."""
         names = len(self.readouts.names)
         if self._held is None or names == 1:
             return self._in_full(measure)
@@ -80,7 +79,7 @@ class Evaluation:
             return measured[name][self._headline.name]
 
         choice = self.readouts.choose(headline, better=self._headline.better)
-        why = f"best {self._headline.name} of {len(choice.scores)} read-outs"
+        why = f"best {self._headline.name} of {len(choice.scores)} candidates"
         return SelectedWeights(choice=choice, metrics=measured[choice.name], why=why)
 
     def _on_parts(
@@ -104,7 +103,7 @@ class Evaluation:
         few, many = min(choice.batches.values()), max(choice.batches.values())
         message = f"{few}" if few == many else f"{few} to {many}"
         why = (
-            f"best {self._headline.name} of {len(scores)} read-outs on {message} of {held.parts} "
-            "held-out batches, and the one that was measured on all"
+            f"best {self._headline.name} of {len(scores)} candidates on {message} of {held.parts} "
+            "held-out batches, then evaluated on all"
         )
         return SelectedWeights(choice=choice, metrics=metrics, why=why)

@@ -1,7 +1,7 @@
-"""Read-outs compared on the same few held-out batches, until what may be spent is, or one has won.
+"""Compares candidate weights on the same few held-out batches, within a budget.
 
-What two read-outs differ by on one batch varies far less than their losses do from batch to batch.
-So few batches tell which is better where it matters, and where they do not, it matters little.
+The difference of two candidates varies far less between batches than their losses do. So a few
+batches are enough to tell which is better, if the difference matters.
 """
 
 import math
@@ -15,7 +15,7 @@ from narrowcast.errors import ConfigError
 from narrowcast.strategies.hybrid.jumper import FEWEST_PAIRS, student_quantile
 
 RISK = 0.05
-"""The chance, whenever it is asked, that a read-out is dropped which is as good as the best."""
+"""Probability of dropping a candidate that is as good as the best, at each check."""
 
 Better = Literal["lower", "higher"]
 B = TypeVar("B")
@@ -23,29 +23,29 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """What was seen of each, batch by batch, and who was still in it at the end."""
+    """Measurements of each candidate by batch, and those left at the end."""
 
     seen: Mapping[str, Sequence[float]]
-    """The measure of each batch by the name of the read-out; all begin with the same batches."""
+    """Metric of each batch by the candidate's name; all start with the same batches."""
     left: Sequence[str]
-    """Those that none was clearly better than: they have seen the same batches."""
+    """Candidates that none was clearly better than; they have the same batches."""
     passes: int
-    """Forward passes that it took, those of batches that told nothing included."""
+    """Forward passes spent, including batches with no finite metric."""
 
     @property
     def batches(self) -> dict[str, int]:
-        """How many batches each was judged on."""
+        """Number of batches per candidate."""
         return {name: len(each) for name, each in self.seen.items()}
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each that is left."""
+        """Return the mean of each candidate that is left."""
         return {name: mean(self.seen[name]) for name in self.left}
 
     def scores(self, chosen: str, *, at: float | None = None) -> dict[str, float]:
-        """Return what each would score where `chosen` scores `at`; none: its mean.
+        """Return the score of each, given that `chosen` scores `at`, by default its mean.
 
-        By what it differs from it on the batches that both have seen, so that those that were
-        dropped early, on other batches than the rest, can be compared.
+        The others differ by their mean difference on shared batches, so that those dropped early
+        can be compared.
         """
         own = self.seen[chosen]
         at = mean(own) if at is None else at
@@ -65,12 +65,11 @@ def race(
     passes: float,
     better: Better,
 ) -> Race:
-    """Compare what `look` measures of each name on batches, for so many forward passes at most.
+    """Compare candidates on batches with at most so many forward passes.
 
-    Each is looked at on one batch at least whose measure is a number with one of them, if that is
-    among the first eight: others tell nothing, and count only where there are none but them. Every
-    eight batches, those are dropped that the best is ahead of by more than chance allows, and what
-    they would have cost is left to the others.
+    Batches whose metric is finite for no candidate count only if there are no others; after eight
+    of them the comparison ends. Every eight batches, candidates that are clearly behind the best
+    are dropped, and the others get their share.
     """
     seen = {name: list[float]() for name in names}
     nothing_learned = {name: list[float]() for name in names}
@@ -94,14 +93,13 @@ def race(
             left = _not_beaten({name: seen[name] for name in left}, better=better)
     if not spent:
         raise ConfigError(
-            "read-outs were to be compared on batches, and there are none; give one or more, "
-            "afresh for every call"
+            "Selecting weights needs at least one batch, got none. Pass batches anew at every call."
         )
     return Race(seen=seen if learned else nothing_learned, left=left, passes=spent)
 
 
 def _not_beaten(seen: Mapping[str, Sequence[float]], *, better: Better) -> list[str]:
-    """Return those that the best by the mean is not clearly ahead of; all if none is a number."""
+    """Return the candidates that the best is not clearly ahead of; all if none is finite."""
     sign = 1 if better == "lower" else -1
     means = {name: sign * mean(each) for name, each in seen.items()}
     finite = {name: mean for name, mean in means.items() if math.isfinite(mean)}
@@ -119,7 +117,7 @@ def _not_beaten(seen: Mapping[str, Sequence[float]], *, better: Better) -> list[
 
 
 def _is_behind(differences: Sequence[float], *, rivals: int) -> bool:
-    """Say whether differences are above zero beyond chance, one-sided; of too few, nothing is."""
+    """Return whether differences are significantly above zero, one-sided."""
     if len(differences) < FEWEST_PAIRS:
         return False
     error = stdev(differences) / math.sqrt(len(differences))
@@ -130,5 +128,5 @@ def _is_behind(differences: Sequence[float], *, rivals: int) -> bool:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean, no number where one of them is none; `statistics` may refuse infinities."""
+    """Return the mean, NaN if a value is; `statistics.fmean` may raise for infinities."""
     return sum(values) / len(values)
