@@ -1,7 +1,5 @@
 """A run folder that moves, goes, or is taken by something else while the run writes to it."""
 
-import re
-import shlex
 import shutil
 import time
 from pathlib import Path
@@ -15,14 +13,14 @@ from attacks.case import (
     steps_of,
     watch_until,
 )
-from attacks.oracle import DONE, INTERRUPTED, Found, Verdict, well_ended
+from attacks.oracle import BAD_INPUT, DONE, Found, Verdict, well_ended
 
 NOTICED_SECONDS = 60.0
 HOW = ("moved", "moved and back", "removed", "another in its place", "parent moved", "emptied")
 
 
 def while_it_runs(case: Case) -> Verdict:
-    """Take the folder away: the run ends in one that is whole, says where, and can be resumed."""
+    """Take the folder away: the run ends with an error, and can be resumed where it is now."""
     how = case.turn(HOW)
     step = case.rng.choice((1, 20, 60, 100))
     case.tell(f"{how} after step {step}")
@@ -33,17 +31,16 @@ def while_it_runs(case: Case) -> Verdict:
     command = case.start("train", *tiny.WORDS[tiny.LONG], "--out", run)
     watch_until(command, lambda: steps_of(run) >= step)
     _take_away(how, run, elsewhere)
-    ended = well_ended(command.wait(NOTICED_SECONDS), codes={DONE, INTERRUPTED})
+    ended = well_ended(command.wait(NOTICED_SECONDS), codes={DONE, BAD_INPUT})
+    places = [run, elsewhere, elsewhere / "run"]
     if ended.code == DONE:
-        whole = [each for each in (run, elsewhere, elsewhere / "run") if each.exists()]
-        if not any(difference_between(each, straight) is None for each in whole):
-            raise Found(Verdict.LOST, f"done, and no folder has the whole run: {whole}")
+        if not any(difference_between(each, straight) is None for each in places if each.exists()):
+            raise Found(Verdict.LOST, "done, and no folder has the whole run")
         return Verdict.FINE
-    said = re.search(r"narrowcast resume (.+)", ended.err)
-    if said is None:
-        raise Found(Verdict.LOST, f"stopped, and does not say where: {ended.err[-300:]}")
-    place = Path(shlex.split(said[1])[0])
-    resumed_equal(case, place, straight, asked_to_stop=True)
+    kept = next((each for each in places if (each / "records.jsonl").exists()), None)
+    if kept is None:
+        return Verdict.REFUSED
+    resumed_equal(case, kept, straight)
     return Verdict.EQUAL
 
 

@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -181,3 +182,18 @@ def test_a_data_worker_that_outlives_a_killed_run_does_not_keep_it_locked(create
                 assert [record.step for record in run.records()] == [1, 2]
         finally:
             os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "replaced"])
+def test_writing_to_a_folder_that_was_moved_or_removed_raises(create, how):
+    with create() as run:
+        run.write(evaluation(1))
+        if how == "removed":
+            shutil.rmtree(run.path)
+        else:
+            run.path.rename(run.path.with_name("elsewhere"))
+        if how == "replaced":
+            run.path.mkdir()
+            (run.path / "records.jsonl").touch()
+        with pytest.raises(CheckpointError, match="was moved or removed while the run was writing"):
+            run.write(evaluation(2))

@@ -1,7 +1,6 @@
 """What host and device do in some steps of a run: a trace, and a table of operations by time."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
@@ -16,13 +15,11 @@ MOST_ROWS = 200
 class StepProfile:
     """Runs torch's profiler over the steps `first` to `first + steps - 1`, and writes what it saw.
 
-    `folder` says where the run keeps its files. Waits for the device before the first and after the
+    `folder` is the run folder. Waits for the device before the first and after the
     last of these steps, and at no other time.
     """
 
-    def __init__(
-        self, *, first: int, steps: int, device: torch.device, folder: Callable[[], Path]
-    ) -> None:
+    def __init__(self, *, first: int, steps: int, device: torch.device, folder: Path) -> None:
         self._first, self._last = first, first + steps - 1
         self._device, self._folder = device, folder
         self._profiler: Any = None
@@ -53,7 +50,7 @@ class StepProfile:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         profiler.stop()
-        folder = self._folder() / FOLDER
+        folder = self._folder / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / TRACE))
         (folder / TABLE).write_text(json.dumps(_table(profiler), indent=1) + "\n")

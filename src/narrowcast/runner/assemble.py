@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from narrowcast.strategies.hybrid.strategy import HybridStrategy
 from narrowcast.training.data import Order
 from narrowcast.training.phase_plans import each_phase, get_phases, plan_phases
 from narrowcast.training.setup import prepare_recipe
-from narrowcast.training.signals import Home
 from narrowcast.training.strategy import PLAIN, Strategy
 from narrowcast.training.task import Task
 from narrowcast.training.trainer import train
@@ -45,7 +45,7 @@ class Assembled:
         self,
         recipe: Recipe,
         *,
-        folder: Home | None,
+        folder: Path | None,
         resume: dict[str, Any] | None = None,
         accept: Collection[str] = (),
     ) -> Generator[Record]:

@@ -36,7 +36,6 @@ from narrowcast.runner.changes import (
     require_acceptable,
 )
 from narrowcast.runner.finished import report_is_due, require_places, write_due_report
-from narrowcast.runner.movable_folder import MovableFolder
 from narrowcast.runner.out_dir import check_one_process, require_no_run
 from narrowcast.runner.plan_json import plan_json
 from narrowcast.runner.progress import RunProgress, find_display
@@ -99,7 +98,6 @@ class Run:
         records: Generator[Record],
         *,
         folder: RunFolder | None,
-        home: MovableFolder | None = None,
         resumed_from: int | None = None,
         notices: Sequence[str] = (),
         earlier: Sequence[Record] = (),
@@ -112,7 +110,7 @@ class Run:
         """How the rest of a resumed run will differ."""
         self.task_row = task_row
         """The row that `precision.task` selected, as in plan.json, or None."""
-        self._assembled, self._records, self._home = assembled, records, home
+        self._assembled, self._records = assembled, records
         self.earlier = list(earlier)
         """Records before the step it is resumed from."""
         self._state, self._step = "not started", resumed_from or 0
@@ -235,16 +233,17 @@ class Run:
                 self._state = "ended early"
 
     def _in_folder(self, tell: Tell) -> Generator[Record]:
-        if self.folder is None or self._home is None:
+        if self.folder is None:
             with contextlib.closing(self._records) as records:
                 yield from records
             return
-        with self._home.held(self.folder):
-            yield from self._recorded(self.folder, self._home, tell)
+        self.folder.claim()
+        with self.folder as folder:
+            yield from self._recorded(folder, tell)
 
-    def _recorded(self, folder: RunFolder, home: MovableFolder, tell: Tell) -> Generator[Record]:
+    def _recorded(self, folder: RunFolder, tell: Tell) -> Generator[Record]:
         step = self.resumed_from or 0
-        report_is_due(home.path())
+        report_is_due(folder.path)
         try:
             with (
                 contextlib.closing(self._records) as records,
@@ -252,23 +251,20 @@ class Run:
             ):
                 for record in records:
                     folder.write(record)
-                    home.look()
                     trackers.take(record)
                     step = record.step
                     yield record
         except Interrupted as stop:
-            _, lines = _reported(home)
+            _, lines = _reported(folder.path)
             raise Interrupted(
                 "\n".join([f"Interrupted after step {step} of {self.recipe.steps}.", *lines])
                 + f"\nResume with: {resume_command(folder.path)}"
             ) from stop
         except DivergedError as error:
-            page, lines = _reported(home)
+            page, lines = _reported(folder.path)
             led = [f"Report: {page}"] if page else []
             raise DivergedError("\n".join([str(error), *led, *lines])) from error
-        write_due_report(home.path())
-        if home.lost:
-            tell(home.lost)
+        write_due_report(folder.path)
 
     def close(self) -> None:
         """Stop the run and release its folder, so that another process may resume it."""
@@ -325,8 +321,7 @@ def train(
     assembled = assemble(by_task.loaded.recipe)
     loaded = by_task.loaded.for_samples(len(assembled.task.train_data))
     path = None if out is None else Path(out)
-    home = None if path is None else MovableFolder(path)
-    records = assembled.train(loaded.recipe, folder=home)
+    records = assembled.train(loaded.recipe, folder=path)
     if loaded.recipe.strategy.has_baseline:
         records = _with_baseline(loaded.recipe, records)
     if path is None:
@@ -339,7 +334,7 @@ def train(
     )
     folder.set_task_info(assembled.task.info)
     folder.write_json(PLAN, plan_json(loaded.recipe, assembled.plans, task_row=by_task.row))
-    return Run(loaded, assembled, records, folder=folder, home=home, task_row=by_task.row)
+    return Run(loaded, assembled, records, folder=folder, task_row=by_task.row)
 
 
 def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterable[str] = ()) -> Run:
@@ -367,8 +362,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         with _where_it_began(run):
             assembled = assemble(loaded.recipe)
         loaded = loaded.for_samples(len(assembled.task.train_data))
-        home = MovableFolder(run.path)
-        records = assembled.train(loaded.recipe, folder=home, resume=state, accept=accepted)
+        records = assembled.train(loaded.recipe, folder=run.path, resume=state, accept=accepted)
         if state is None and loaded.recipe.strategy.has_baseline:
             records = _with_baseline(loaded.recipe, records)
         run.require_task_info(assembled.task.info)
@@ -395,7 +389,6 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         assembled,
         records,
         folder=run,
-        home=home,
         resumed_from=step,
         notices=message,
         earlier=earlier,
@@ -433,17 +426,15 @@ def plan_recipe(
     return plans[phase - 1]
 
 
-def _reported(home: MovableFolder) -> tuple[Path | None, list[str]]:
+def _reported(folder: Path) -> tuple[Path | None, list[str]]:
     """Write the report of a run that ends early; return it, and lines about problems.
 
     An error in the report must not hide why the run ends.
     """
-    page, notice = None, list[str]()
     try:
-        page = write_due_report(home.path())
+        return write_due_report(folder), []
     except NarrowcastError as error:
-        notice.append(str(error))
-    return page, [home.lost, *notice] if home.lost else notice
+        return None, [str(error)]
 
 
 def _loaded(recipe: str | Path | LoadedRecipe, overrides: Iterable[str]) -> LoadedRecipe:

@@ -110,23 +110,6 @@ class RunFolder:
         """Drop the records after the checkpoint of `step`, and a torn line; return the rest."""
         return self._records.rewind(step, saved_bytes=saved_bytes)
 
-    def hold(self) -> None:
-        """Become the only process that writes to this folder; raise if another does."""
-        self._records.hold()
-
-    def is_at(self, path: Path) -> bool | None:
-        """Say whether `path` is the folder this run writes to, and its records are in it.
-
-        None where the disk does not tell.
-        """
-        return self._records.is_at(path / RECORDS)
-
-    def move_to(self, path: Path) -> None:
-        """Go on in the folder `path`, with the records so far in it, wherever they are now."""
-        self.path = path
-        self._records.move_to(path / RECORDS)
-        self.checkpoints.mkdir(exist_ok=True)
-
     def write_json(self, name: str, value: object) -> None:
         """Write a JSON file of this folder atomically."""
         target = self._file_called(name)

@@ -12,7 +12,7 @@ from narrowcast.plain_files import read_plain
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.lock import LOCK, Lock
 from narrowcast.runs.records import CheckpointRecord, Record, from_line, to_line
-from narrowcast.runs.writing import explain_write_error, replace_file
+from narrowcast.runs.writing import explain_write_error
 
 
 @final
@@ -33,33 +33,11 @@ class RecordsFile:
         """Return every record; a torn last line is left out, any other raises."""
         return [record for record, _ in self._ended_records()]
 
-    def hold(self) -> None:
-        """Open the file for writing; raise if another process writes to it."""
-        self._open()
-
-    def is_at(self, path: Path) -> bool | None:
-        """Say whether `path` is the file that is open; None where the disk does not tell."""
-        try:
-            return self._file is not None and os.path.samestat(path.stat(), os.fstat(self._file))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:  # of a network disk for the most part, and over in a while
-            return None
-
-    def move_to(self, path: Path) -> None:
-        """Go on at `path`: the open file if it is there, else a copy of it."""
-        if not self.is_at(path):
-            assert self._file is not None
-            replace_file(path, _read_all(self._file))
-            self.close()
-            self._lock = Lock(path.with_name(LOCK))
-        self.path = path
-        self._open()
-
     def append(self, record: Record) -> None:
         """Append a record, which survives a kill of the process from here on."""
         line = (to_line(record) + "\n").encode()
         file = self._open()
+        self._check_in_place(file)
         before = os.fstat(file).st_size
         try:
             _write_all(file, line)
@@ -125,6 +103,20 @@ class RecordsFile:
             raise self._cannot_write(error) from error
         return file
 
+    def _check_in_place(self, file: int) -> None:
+        """Raise if the open file is not at its path any more: what is written would be lost."""
+        try:
+            if os.path.samestat(self.path.stat(), os.fstat(file)):
+                return
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:  # a network disk that does not respond at the moment
+            return
+        raise CheckpointError(
+            f"{self.path.parent} was moved or removed while the run was writing to it. If it still "
+            "exists, resume the run there from its last checkpoint."
+        )
+
     def _ended_records(self) -> list[tuple[Record, int]]:
         """Return every record, and the offset of the byte after its line."""
         try:
@@ -159,13 +151,6 @@ class RecordsFile:
 
 def _is_checkpoint(record: Record, step: int) -> bool:
     return isinstance(record, CheckpointRecord) and record.step == step
-
-
-def _read_all(file: int) -> bytes:
-    content = bytearray()
-    while piece := os.pread(file, 2**20, len(content)):
-        content += piece
-    return bytes(content)
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -1,6 +1,7 @@
 """From a recipe and a plan to a prepared model."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -19,7 +20,6 @@ from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.parameter_groups import FROZEN_UNTIL, get_groups
 from narrowcast.training.schedules import lr_factors
-from narrowcast.training.signals import Home
 from narrowcast.training.task import Task
 
 
@@ -90,11 +90,13 @@ def make_faults(prepared: Prepared, recipe: Recipe) -> Faults | None:
     return Faults(prepared.model, requested, seed=recipe.seed) if requested else None
 
 
-def make_profile(recipe: Recipe, *, device: torch.device, home: Home | None) -> StepProfile | None:
+def make_profile(
+    recipe: Recipe, *, device: torch.device, folder: Path | None
+) -> StepProfile | None:
     """Return the profiler for the recipe's `profile.steps`, or None."""
     if not recipe.profile.steps:
         return None
-    if home is None:
+    if folder is None:
         raise ConfigError(
             "profile.steps needs a run folder for its trace, got "
             f"profile.steps={recipe.profile.steps} without one. Pass out=, or write "
@@ -104,5 +106,5 @@ def make_profile(recipe: Recipe, *, device: torch.device, home: Home | None) -> 
         first=recipe.profile.first,
         steps=recipe.profile.steps,
         device=device,
-        folder=home.path,
+        folder=folder,
     )

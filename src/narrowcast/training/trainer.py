@@ -34,7 +34,7 @@ from narrowcast.training.observing import Observer
 from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.run_state import Progress, RunState
 from narrowcast.training.setup import make_faults, make_profile
-from narrowcast.training.signals import FixedHome, Home, Stop, stop_on_signals
+from narrowcast.training.signals import Stop, stop_on_signals
 from narrowcast.training.step.in_flight import Attempt, InFlight
 from narrowcast.training.step.stepping import Stepper
 from narrowcast.training.strategy import PLAIN, Strategy
@@ -47,7 +47,7 @@ def train(
     task: Task,
     recipe: Recipe,
     *,
-    folder: Path | Home | None = None,
+    folder: Path | None = None,
     resume: dict[str, Any] | None = None,
     accept: Collection[str] = (),
     strategy: Strategy = PLAIN,
@@ -65,8 +65,7 @@ def train(
     SIGINT, SIGTERM, SIGHUP or a `Home` that was lost end the run after the step in progress, with
     a checkpoint and `Interrupted`.
     """
-    home = FixedHome(folder) if isinstance(folder, Path) else folder
-    course = _TrainLoop(prepared, task, recipe, home=home, strategy=strategy)
+    course = _TrainLoop(prepared, task, recipe, folder=folder, strategy=strategy)
     try:
         course.begin_at(resume, accept=accept)
     except BaseException:  # Ctrl-C too: the model must not keep the probes of a run that never was
@@ -85,16 +84,16 @@ class _TrainLoop:
         task: Task,
         recipe: Recipe,
         *,
-        home: Home | None,
+        folder: Path | None,
         strategy: Strategy,
     ) -> None:
         self._prepared, self._task, self._recipe = prepared, task, recipe
-        self._home, self._strategy = home, strategy
+        self._folder, self._strategy = folder, strategy
         self._device = next(prepared.model.parameters()).device
         self._schedule = PrecisionSchedule(prepared, recipe, task=task)
         self._schedule.apply_phase()
         self._adapter = Adapter(prepared, recipe, gemm_rows=task.gemm_rows)
-        profile = make_profile(recipe, device=self._device, home=self._home)
+        profile = make_profile(recipe, device=self._device, folder=folder)
         every, own = recipe.health.every, self._adapter.own
         self._observer = Observer(prepared, every=every, seed=recipe.seed, own=own, profile=profile)
         self._stepper = Stepper(prepared, task, recipe)
@@ -105,11 +104,11 @@ class _TrainLoop:
             faults=make_faults(prepared, recipe),
             backward=self._stepper.backward,
         )
-        self._vital_signs = VitalSigns(prepared, task, home=self._home)
+        self._vital_signs = VitalSigns(prepared, task, folder=folder)
         self._early_stopping = EarlyStopping(recipe.eval, task.info)
         frozen = FrozenWeights(prepared)
         self._best_weights = BestWeights(
-            prepared, frozen, home=self._home, wanted=recipe.eval.keep_best
+            prepared, frozen, folder=folder, wanted=recipe.eval.keep_best
         )
         self._state = RunState(
             prepared,
@@ -128,7 +127,7 @@ class _TrainLoop:
             frozen=frozen,
         )
         self._saving = Saving(
-            self._state, self._vital_signs, home=self._home, settings=recipe.checkpoint
+            self._state, self._vital_signs, folder=folder, settings=recipe.checkpoint
         )
         self._progress = Progress()
         parts = task.info.loss_parts
@@ -141,7 +140,7 @@ class _TrainLoop:
         Fingerprints the data here, before it can change.
         """
         if state is None:
-            if self._home is not None or self._recipe.eval.keep_best:
+            if self._folder is not None or self._recipe.eval.keep_best:
                 self._state.identify()
             return
         self._state.require_own(state, accept=accept)
@@ -175,7 +174,11 @@ class _TrainLoop:
         if state is not None:
             yield from self._state.restore_randomness(state)
         data = make_batches(task, recipe, start=self._progress.batches, device=self._device)
-        with stop_on_signals(self._home) as stop, data, deterministic_kernels(recipe.deterministic):
+        with (
+            stop_on_signals(self._folder) as stop,
+            data,
+            deterministic_kernels(recipe.deterministic),
+        ):
             if state is None:
                 task.before_first_step(self._prepared)
                 yield from self._strategy.before_first_step()
@@ -197,9 +200,9 @@ class _TrainLoop:
         self._vital_signs.require_alive(self._progress.step, self._investigator.named)
         yield from self._strategy.summary(self._progress.step)
         best = self._best_weights.load_into_model() or self._strategy.put_answer()
-        if self._home is not None:
+        if self._folder is not None:
             end = run_end(self._early_stopping, recipe, step=self._progress.step)
-            write_results(self._prepared, task, self._home.path(), end=end, best=best)
+            write_results(self._prepared, task, self._folder, end=end, best=best)
 
     def _between_steps(self, stop: Stop) -> Iterator[Record]:
         """Evaluate and save when due, and stop if a signal came."""

@@ -15,7 +15,6 @@ from narrowcast.runs.commands import resume_command
 from narrowcast.runs.vitals import Vitals
 from narrowcast.training.checkpoints.checkpoint import checkpoint_step, checkpoints, load_checkpoint
 from narrowcast.training.checkpoints.export import WEIGHTS
-from narrowcast.training.signals import Home
 from narrowcast.training.task import Task
 
 
@@ -39,8 +38,8 @@ def bad_weights(prepared: Prepared) -> str:
 class VitalSigns:
     """Tracks whether a run diverges."""
 
-    def __init__(self, prepared: Prepared, task: Task, *, home: Home | None) -> None:
-        self._prepared, self._headline, self._home = prepared, task.info.headline.name, home
+    def __init__(self, prepared: Prepared, task: Task, *, folder: Path | None) -> None:
+        self._prepared, self._headline, self._folder = prepared, task.info.headline.name, folder
         self._exported = task.weights_path or WEIGHTS
         self._vitals, self._bad_from = Vitals(), 0
 
@@ -92,9 +91,9 @@ class VitalSigns:
 
     def _left(self, step: int) -> str:
         """Return what is in the folder, and which checkpoint to resume from, as text."""
-        if self._home is None:
+        folder = self._folder
+        if folder is None:
             return ""
-        folder = self._home.path()
         exported = folder / self._exported
         notice = "is from an earlier end of this run" if exported.exists() else "was not written"
         if not self._vitals.weights:

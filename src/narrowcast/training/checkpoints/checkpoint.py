@@ -128,14 +128,6 @@ def latest(folder: Path) -> Path | None:
     return next(reversed(checkpoints(folder)), None)
 
 
-def is_saved(folder: Path, step: int) -> bool:
-    """Return whether the checkpoint of `step` is in `folder`."""
-    try:
-        return _checkpoint_path(folder, step).is_dir()
-    except OSError:
-        return False
-
-
 def checkpoint_step(path: Path) -> int:
     """Return the step in a checkpoint's name."""
     return int(path.name.removeprefix("step-"))

@@ -25,7 +25,6 @@ from narrowcast.training.checkpoints.checkpoint import checkpoint_step, checkpoi
 from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.tensor_file import write_tensors
 from narrowcast.training.checkpoints.tree import flatten, unflatten
-from narrowcast.training.signals import Home
 
 FOLDER = "best"
 _NAME = re.compile(r"step-([0-9]{1,18})\.safetensors")
@@ -36,9 +35,9 @@ class BestWeights:
     """The weights of the best evaluation so far, if the run exports them."""
 
     def __init__(
-        self, prepared: Prepared, frozen: FrozenWeights, *, home: Home | None, wanted: bool
+        self, prepared: Prepared, frozen: FrozenWeights, *, folder: Path | None, wanted: bool
     ) -> None:
-        self._prepared, self._frozen, self._home, self._wanted = prepared, frozen, home, wanted
+        self._prepared, self._frozen, self._folder, self._wanted = prepared, frozen, folder, wanted
         self.step = 0
         """Step of the weights; 0 if there are none."""
         self._sha256 = ""
@@ -53,12 +52,11 @@ class BestWeights:
         now["weights"] |= answer()
         # What nobody trains is there at the end; what training may move is kept with every digit.
         state, _ = self._frozen.split_frozen(now)
-        if self._home is None:
+        if self._folder is None:
             self._held = map_tensors(state, lambda tensor: tensor.detach().cpu().clone())
         else:
-            home = self._home.path()
-            self._sha256 = _write(_weights_path(home, step), state)
-            _remove_useless(home, before=self.step, now=step)
+            self._sha256 = _write(_weights_path(self._folder, step), state)
+            _remove_useless(self._folder, before=self.step, now=step)
         self.step = step
 
     def load_into_model(self) -> dict[str, Tensor]:
@@ -66,9 +64,9 @@ class BestWeights:
         if not self.step:
             return {}
         state = self._held
-        if self._home is not None:
-            state = self._read(self._home)
-            _remove_useless(self._home.path(), before=self.step, now=self.step)
+        if self._folder is not None:
+            state = self._read(self._folder)
+            _remove_useless(self._folder, before=self.step, now=self.step)
         assert state is not None
         put_weights(self._prepared.engine, state)
         weights: dict[str, Tensor] = state["weights"]
@@ -90,11 +88,11 @@ class BestWeights:
         self.step, self._sha256 = int(state["step"]), str(state["sha256"])
         if not self.step:
             return
-        if self._home is None:
+        if self._folder is None:
             raise CheckpointError(
                 "The best weights are in the run folder, and this run has none. Pass folder=."
             )
-        self._require_whole(_weights_path(self._home.path(), self.step))
+        self._require_whole(_weights_path(self._folder, self.step))
 
     def _require_whole(self, file: Path) -> None:
         try:
@@ -107,8 +105,8 @@ class BestWeights:
                 "it from a copy, or add eval.keep_best=false to export the last weights."
             )
 
-    def _read(self, home: Home) -> dict[str, Any]:
-        file = _weights_path(home.path(), self.step)
+    def _read(self, folder: Path) -> dict[str, Any]:
+        file = _weights_path(folder, self.step)
         self._require_whole(file)
         try:
             with safe_open(file, framework="pt") as opened:
@@ -120,8 +118,8 @@ class BestWeights:
         return state
 
 
-def _weights_path(home: Path, step: int) -> Path:
-    return home / FOLDER / f"step-{step:06d}.safetensors"
+def _weights_path(folder: Path, step: int) -> Path:
+    return folder / FOLDER / f"step-{step:06d}.safetensors"
 
 
 def _write(file: Path, state: dict[str, Any]) -> str:
@@ -139,18 +137,18 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _remove_useless(home: Path, *, before: int, now: int) -> None:
+def _remove_useless(folder: Path, *, before: int, now: int) -> None:
     """Remove all best weights except `now` and those that checkpoints refer to.
 
     A checkpoint refers to the newest up to it, or to the one before if it was saved ahead of its
     evaluation. Those after `before` are from steps the run went back from.
     """
     with suppress(OSError):
-        named = [(_NAME.fullmatch(path.name), path) for path in (home / FOLDER).iterdir()]
+        named = [(_NAME.fullmatch(path.name), path) for path in (folder / FOLDER).iterdir()]
         results = {int(match[1]): path for match, path in named if match}
         own = sorted(step for step in results if step <= before)
         needed = {now}
-        for saved in map(checkpoint_step, checkpoints(home / "checkpoints")):
+        for saved in map(checkpoint_step, checkpoints(folder / "checkpoints")):
             needed.update([step for step in own if step <= saved][-1:])
             needed.update([step for step in own if step < saved][-1:])
         for step in results.keys() - needed:
