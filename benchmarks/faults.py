@@ -42,7 +42,7 @@ from narrowcast.runs import FindingRecord, Record, StepRecord, describe_machine
 from narrowcast.training.data import Order
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.task import Task
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 from narrowcast.workloads import build_task, load_recipe
 
 POLICIES = ("fp32", "bf16", "fp16", "fp8-tensor")
@@ -211,7 +211,7 @@ def tried(case: Case) -> Result:
     result = Result(case=case)
     before = after = weights(prepared)
     with contextlib.suppress(DivergedError):  # which the records show too
-        for record in train(prepared, task, recipe):
+        for record in train_loop(prepared, task, recipe):
             records.append(record)
             if not isinstance(record, StepRecord):
                 continue

@@ -27,7 +27,7 @@ from narrowcast.bench.timing import step_seconds
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.runs import StepRecord, describe_machine
 from narrowcast.training.optimizers import build_optimizer
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 from narrowcast.workloads import load_recipe
 
 Step = Callable[[], object]
@@ -59,7 +59,7 @@ def our_step(
         ema_decay=ema_decay,
         emulate=bench.recipe.precision.emulate,
     )
-    records = train(run, bench.task, bench.recipe)
+    records = train_loop(run, bench.task, bench.recipe)
     return lambda: next(each for each in records if isinstance(each, StepRecord))
 
 

@@ -1,7 +1,6 @@
 """No file of a run folder, whatever it holds, makes a traceback or a wait in any command."""
 
 import copy
-import hashlib
 import json
 import os
 import random
@@ -101,13 +100,11 @@ def test_what_is_no_file_is_not_waited_for(runs, damaged, name, kind):
     try_all(damaged, runs[1], resume=name in (".lock", "records.jsonl"))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_value_anywhere_makes_a_traceback(runs, damaged, seed):
     rng = random.Random(seed)
-    name = rng.choice([*JSON, "records.jsonl", "records.jsonl", "state", "state", "state"])
-    if name == "state":
-        change_state(damaged / "checkpoints" / "step-000002" / "state.json", rng)
-    elif name == "records.jsonl":
+    name = rng.choice([*JSON, "records.jsonl", "records.jsonl"])
+    if name == "records.jsonl":
         lines = (damaged / name).read_text().splitlines()
         place = rng.randrange(len(lines))
         lines[place] = json.dumps(changed(json.loads(lines[place]), rng))
@@ -116,63 +113,6 @@ def test_no_value_anywhere_makes_a_traceback(runs, damaged, seed):
         found = json.loads((damaged / name).read_text())
         (damaged / name).write_text(json.dumps(changed(found, rng)))
     try_all(damaged, runs[1])
-
-
-@pytest.mark.sampled(times=1)
-@pytest.mark.parametrize(
-    "part",
-    [
-        "step",
-        "batches",
-        "shapes",
-        "random",
-        "prepared",
-        "schedule",
-        "adapter",
-        "observer",
-        "vital_signs",
-        "investigator",
-    ],
-)
-@pytest.mark.parametrize("value", [None, [1], -1, {"$tensor": "none"}])
-def test_a_part_of_a_checkpoint_that_no_run_saves_is_refused_by_name(damaged, capsys, part, value):
-    file = damaged / "checkpoints" / "step-000002" / "state.json"
-    described = json.loads(file.read_text())
-    described["state"][part] = value
-    write_state(file, described)
-    assert run_command(["resume", str(damaged), "-q"]) == 2
-    said = capsys.readouterr().err
-    named = {"prepared": "the model state from the checkpoint"}.get(part, part)
-    assert named in said or "there is no tensor none" in said or f"{part} is not" in said
-    assert "step 2" in said or "step-000002" in said
-
-
-@pytest.mark.parametrize(
-    ("part", "key", "value"),
-    [
-        ("vital_signs", "applied", None),
-        ("vital_signs", "headline", 1),
-        ("vital_signs", "bad_from", "x"),
-        ("investigator", "overflowed_at", [1, 2]),
-        ("investigator", "overflowed_at", ["x"]),
-    ],
-)
-@pytest.mark.parametrize("is_finished", [True, False])
-def test_a_value_in_a_checkpoint_that_no_run_saves_is_refused_by_name(
-    runs, tmp_path, capsys, part, key, value, is_finished
-):
-    copied = tmp_path / "run"
-    shutil.copytree(runs[0], copied)
-    if not is_finished:
-        (copied / "model.safetensors").unlink()
-    file = copied / "checkpoints" / "step-000002" / "state.json"
-    described = json.loads(file.read_text())
-    described["state"][part][key] = value
-    write_state(file, described)
-    assert run_command(["resume", str(copied), "-q"]) == 2
-    said = capsys.readouterr().err
-    assert "step-000002 is not the state of a run" in said
-    assert f"{part}: {key} is not" in said
 
 
 @pytest.mark.parametrize(
@@ -191,21 +131,8 @@ def test_a_malformed_description_of_a_checkpoint_is_refused(damaged, capsys, spo
     file.write_text(json.dumps({**json.loads(file.read_text()), **spoilt}))
     assert run_command(["resume", str(damaged), "-q"]) == 2
     said = capsys.readouterr().err
-    assert str(file) in said
-    assert "step-000001 is whole" in said
-
-
-def change_state(file, rng):
-    described = json.loads(file.read_text())
-    described["state"] = changed(described["state"], rng)
-    write_state(file, described)
-
-
-def write_state(file, described):
-    """Write a checkpoint's state with the checksum that belongs to it."""
-    text = json.dumps(described["state"])
-    described["sha256"]["state"] = hashlib.sha256(text.encode()).hexdigest()
-    file.write_text(json.dumps(described))
+    assert str(file.parent) in said
+    assert "step-000001, which is intact" in said
 
 
 def changed(value, rng):

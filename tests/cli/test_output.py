@@ -76,7 +76,7 @@ def test_a_terminal_that_is_closed_ends_a_run_with_a_checkpoint(tmp_path):
         os.killpg(process.pid, signal.SIGHUP)  # to all of its processes, as a terminal sends it
         _, said = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "resume with: narrowcast resume" in said.decode()
+    assert "Resume with: narrowcast resume" in said.decode()
     assert latest(tmp_path / "run" / "checkpoints") is not None
 
 

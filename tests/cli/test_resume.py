@@ -76,7 +76,7 @@ def test_phases_that_end_elsewhere_in_a_longer_run_are_told(narrowcast, tiny, tm
     ended = narrowcast("resume", tmp_path / "run", "steps=8")
     assert ended.code == 0
     assert "phases that end at a share of the run now end at a share of 8 steps" in ended.out
-    assert "began on" not in ended.out  # the same machine, the same plan
+    assert "started on" not in ended.out  # the same machine, the same plan
 
 
 def test_a_finished_run_says_so_and_nothing_is_done(narrowcast, done):
@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_lost(narrowcast, done):
     before = files(done)
     ended = narrowcast("resume", done, "steps=6")
     assert ended.code == 2
-    assert "step-000002 is whole" in ended.err
+    assert "step-000002, which is intact" in ended.err
     assert files(done) == before
 
 

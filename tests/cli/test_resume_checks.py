@@ -142,7 +142,7 @@ def test_the_settings_of_the_checkpoint_are_accepted_by_a_word(narrowcast, half,
         assert "add --accept settings" in narrowcast("resume", half).err
     ended = narrowcast("resume", half, "--accept", "settings")
     assert ended.code == 0
-    assert "the settings are those of the checkpoint; resolved.json had others" in ended.out
+    assert "the settings are those of the checkpoint. resolved.json had others" in ended.out
     after = json.loads(resolved.read_text())
     assert {k: e["value"] for k, e in after.items()} == before
     assert narrowcast("resume", half).code == 0
@@ -311,7 +311,7 @@ def test_a_cut_last_checkpoint_of_a_finished_run_is_said(narrowcast, done):
     tensors.write_bytes(tensors.read_bytes()[:-1])
     ended = narrowcast("resume", done)
     assert ended.code == 2
-    assert "step-000003 is whole" in ended.err
+    assert "step-000003, which is intact" in ended.err
     shutil.rmtree(tensors.parent)
     assert narrowcast("resume", done).code == 0
     assert "has finished" in narrowcast("resume", done).out

@@ -128,7 +128,7 @@ def test_a_signal_ends_a_run_with_130_saved_and_resumable(
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"resume with: narrowcast resume {out}" in err
+    assert f"Resume with: narrowcast resume {out}" in err
     assert "Traceback" not in err
     assert (out / "report.html").exists()
     with RunFolder.open(out) as run:
@@ -203,7 +203,7 @@ def test_a_run_that_came_to_nothing_ends_with_4_and_says_so_first(narrowcast, ti
     words = ("steps=12", "optimizer.lr=1e6", "lr_schedule.warmup=0", "precision.policy=bf16")
     ended = narrowcast("train", tiny, *words, "--out", out)
     assert ended.code == 4
-    said = "narrowcast: the run has diverged: "
+    said = "narrowcast: The run has diverged: "
     assert ended.err.startswith(said)
     summary = ended.out[ended.out.rindex("diverged  12 steps in ") :]
     assert "\ndone" not in ended.out

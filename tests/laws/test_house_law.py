@@ -7,9 +7,9 @@ SOURCE = Path(__file__).parents[2] / "src" / "narrowcast"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # Classes above the limit today. An entry may be lowered or removed, never raised.
-PUBLIC_METHODS = {"Prepared": 29, "TrainedWeights": 20, "RunFolder": 19}
+PUBLIC_METHODS = {"Prepared": 29, "TrainedWeights": 20}
 CONSTRUCTOR_ARGUMENTS = {"Engine": 13}
-PACKAGE_IMPORTS = {"training/trainer.py": 27}
+PACKAGE_IMPORTS: dict[str, int] = {}
 
 
 def classes():

@@ -118,7 +118,7 @@ def test_a_task_saves_memory_where_that_can_be(bare, h200):
             "none",
             "memory.activation_checkpointing=blocks: memory: no blocks were detected",
         ),
-        (["optimizer.name=sgd"], "blocks", "memory.offload=[optimizer]: sgd keeps"),
+        (["optimizer.name=sgd"], "blocks", "memory.offload=[optimizer]: sgd cannot offload"),
     ],
 )
 def test_memory_that_cannot_be_saved_is_left_out_and_told(bare, h200, words, checkpoint, told):

@@ -182,7 +182,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_that_a_run_diverged(tiny,
     ):
         train_badly(run)
     assert raised.value.exit_code == 4
-    assert "the run has diverged" in str(raised.value)
+    assert "The run has diverged" in str(raised.value)
     assert "report.html because it is a folder" in str(raised.value)
     assert "Report:" not in str(raised.value)
 

@@ -33,7 +33,7 @@ def test_an_empty_folder_is_used(create, tmp_path):
 
 def test_a_folder_that_holds_a_run_is_refused_with_how_to_continue_it(create):
     run = create()
-    with pytest.raises(ConfigError, match=r"choose another --out, or .*`narrowcast resume .*run`"):
+    with pytest.raises(ConfigError, match=r"Choose another --out, or .*`narrowcast resume .*run`"):
         create()
     assert run.recipe_text == "workload: toy\r\n# as given\n"
 
@@ -160,7 +160,7 @@ def test_a_damaged_json_file_is_refused_by_name(create, content):
 
 
 def test_a_missing_json_file_is_refused_by_name(create):
-    with pytest.raises(CheckpointError, match=r"cannot read .*plan.json: No such file"):
+    with pytest.raises(CheckpointError, match=r"Cannot read .*plan.json: No such file"):
         create().read_json("plan.json")
 
 

@@ -147,7 +147,7 @@ def test_what_is_no_share_is_refused(record, name, bad):
         ('"step":7', '"step":true', "step is not a whole number"),
         ('"step":7,', "", "step is not a whole number"),
         ('"module":[0,', '"module":[-1,', "module is not a list of indices into modules"),
-        ('"module":[0,', '"module":[99,', "module points beyond modules"),
+        ('"module":[0,', '"module":[99,', "module has an index beyond modules"),
         ('"module":[0,', '"module":[0.5,', "module is not a list of indices"),
         ('"module":[0,', '"module":[', "columns must have the same length"),
         ('"formats":["e4m3"]', '"formats":[4]', "formats are not text"),

@@ -180,7 +180,7 @@ LINE = to_line(STEP)
         ('{"kind": "eval", "step": 1, "loss": true}', "loss is not a number"),
         (
             '{"kind": "eval", "step": 1, "loss": 1' + "0" * 400 + "}",
-            "not a record of kind eval: int too large",
+            r"not a record of kind eval \(int too large",
         ),
         (LINE.replace("7", "7.5", 1), "step is not a whole number"),
         (LINE.replace("7", "true", 1), "step is not a whole number"),

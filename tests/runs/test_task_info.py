@@ -77,10 +77,10 @@ def test_how_a_metric_is_printed_is_no_part_of_what_a_run_is_judged_by():
     ("settings", "why"),
     [
         ({"unit": "images"}, "unit must be singular"),
-        ({"loss_parts": "digit"}, r"write loss_parts=\(…,\)"),
-        ({"metrics": ACCURACY}, r"write metrics=\(…,\)"),
-        ({"metrics": ("accuracy",)}, "not 'accuracy'"),
-        ({"metrics": (Metric(name="ema_loss"),)}, "choose another name"),
+        ({"loss_parts": "digit"}, r"Write loss_parts=\(…,\)"),
+        ({"metrics": ACCURACY}, r"Write metrics=\(…,\)"),
+        ({"metrics": ("accuracy",)}, "got 'accuracy'"),
+        ({"metrics": (Metric(name="ema_loss"),)}, "Choose another name"),
     ],
 )
 def test_what_a_task_says_of_itself_is_refused_where_it_means_something_else(settings, why):

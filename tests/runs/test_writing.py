@@ -39,7 +39,7 @@ def names(path):
 def test_records_beyond_the_limit_are_refused_and_the_file_ends_in_a_whole_line(create):
     run = create()
     told = fill(run.path, "records")
-    assert told.startswith("told: cannot write to ")
+    assert told.startswith("told: Cannot write to ")
     assert "raise it" in told
     assert f"narrowcast resume {run.path}" in told
     content = (run.path / "records.jsonl").read_bytes()
@@ -54,7 +54,7 @@ def test_a_json_file_beyond_the_limit_is_refused_and_the_old_one_stays(create):
     run.write_json("plan.json", {"old": True})
     before = names(run.path)
     told = fill(run.path, "plan")
-    assert told.startswith("told: cannot write ")
+    assert told.startswith("told: Cannot write ")
     assert run.read_json("plan.json") == {"old": True}
     assert names(run.path) == before
 

@@ -47,7 +47,9 @@ def test_a_failure_is_said_in_words_with_what_to_do(tmp_path):
         with written_atomically(tmp_path / "file", hint="an older one is there"):
             raise OSError(errno.ENOSPC, "no space")
 
-    with pytest.raises(CheckpointError, match=r"file could not be .*disk is full.*an older one is"):
+    with pytest.raises(
+        CheckpointError, match=r"Cannot write .*file: the disk is full.*an older one is"
+    ):
         fail()
 
 

@@ -16,7 +16,7 @@ from narrowcast.precision.plan.plan import make_plan
 from narrowcast.runs import RunFolder
 from narrowcast.training.checkpoints.resume import latest_state, rewind_to
 from narrowcast.training.setup import prepare_recipe
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 
 STEPS = 100
 
@@ -42,7 +42,7 @@ def main(verb, *words):
     prepared = prepare_recipe(recipe, task, plan=planned)
     if "forgetful" in words and state is not None:
         state["random"]["torch"] = torch.get_rng_state()
-    records = train(prepared, task, recipe, folder=Path(run.path), resume=state)
+    records = train_loop(prepared, task, recipe, folder=Path(run.path), resume=state)
     with run:
         if verb == "resume":
             rewind_to(run, state)

@@ -17,10 +17,10 @@ from narrowcast.runs import (
     same_trajectory,
 )
 from narrowcast.training.checkpoints.checkpoint import load_checkpoint
-from narrowcast.training.checkpoints.identity import first_difference
+from narrowcast.training.checkpoints.verify import first_difference
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 from narrowcast.workloads import build_task, load_recipe
 
 STEPS = 40
@@ -79,7 +79,9 @@ def run(ready):
         )
         records = []
         with contextlib.suppress(DivergedError):  # as one that stalls ends
-            for record in train(made.prepared, task, made.recipe, folder=folder, resume=resume):
+            for record in train_loop(
+                made.prepared, task, made.recipe, folder=folder, resume=resume
+            ):
                 records.append(record)
         return records, made.prepared
 
@@ -179,7 +181,7 @@ def test_a_rehearsed_fault_has_one_origin_and_raises_nothing(policy, value):
     task = build_task(recipe, device=torch.device("cpu"))
     hardware = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
     planned = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)[0]
-    records = list(train(prepare_recipe(recipe, task, plan=planned), task, recipe))
+    records = list(train_loop(prepare_recipe(recipe, task, plan=planned), task, recipe))
     assert [r.step for r in of(StepRecord, records) if not r.applied] == [8]
     assert 8 in [r.step for r in of(HealthRecord, records)]
     told = [(f.module, f.role) for f in of(FindingRecord, records) if f.step == 8]
@@ -208,7 +210,7 @@ def test_bad_data_raises_nothing(ready):
     model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
     task = replace(plain, train_data=_BadData(plain.train_data), model=model)
     made = ready(task=task, steps=26, precision={"policy": "fp16", **ADAPT}, health={"every": 1})
-    records = list(train(made.prepared, task, made.recipe))
+    records = list(train_loop(made.prepared, task, made.recipe))
     skipped = [r.step for r in of(StepRecord, records) if not r.applied]
     told = [f for f in of(FindingRecord, records) if f.step in skipped]
     assert skipped

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from narrowcast.training.determinism import deterministic_kernels
+from narrowcast.training.train_loop import deterministic_kernels
 
 
 def test_what_was_set_before_is_set_again_after():

@@ -5,9 +5,9 @@ import torch
 from narrowcast.errors import ConfigError
 from narrowcast.hardware.randomness import capture_randomness
 from narrowcast.runs import Metric, TaskInfo
-from narrowcast.training.checkpoints.identity import first_difference
+from narrowcast.training.checkpoints.verify import first_difference
 from narrowcast.training.evaluation import evaluate
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 
 
 def test_the_task_is_asked_in_eval_mode_and_every_module_keeps_its_own(ready):
@@ -24,7 +24,7 @@ def test_the_task_is_asked_in_eval_mode_and_every_module_keeps_its_own(ready):
 
 def test_an_evaluation_changes_neither_weights_nor_random_numbers(ready):
     made = ready(ema={"decay": 0.5}, steps=5)
-    list(train(made.prepared, made.task, made.recipe))
+    list(train_loop(made.prepared, made.task, made.recipe))
     asked = made.task.evaluate
     info = TaskInfo(metrics=(Metric(name="error"), Metric(name="drawn")))
     made = made.but(evaluate=lambda m: {"drawn": torch.rand(()).item(), **asked(m)}, info=info)
@@ -40,7 +40,7 @@ def test_an_evaluation_changes_neither_weights_nor_random_numbers(ready):
 
 def test_the_average_of_the_weights_is_judged_beside_them(ready):
     made = ready(steps=30, ema={"decay": 0.5})
-    list(train(made.prepared, made.task, made.recipe))
+    list(train_loop(made.prepared, made.task, made.recipe))
     metrics = evaluate(made.prepared, made.task)
     assert list(metrics) == ["error", "ema_error"]
     with made.prepared.use_ema(), torch.no_grad():
@@ -67,7 +67,7 @@ def test_products_are_rounded_as_in_training(ready):
     ("returned", "said"),
     [
         ({"error": 1.0, "recall": 0.5}, r"declares \(error\), got recall\. Add"),
-        ({}, "returned nothing, and not error, the first of info"),
+        ({}, "must return error, the first of info"),
     ],
 )
 def test_metrics_are_those_that_the_task_has_declared(ready, returned, said):
@@ -93,11 +93,11 @@ def test_a_metric_may_be_a_tensor_or_numpys_number_and_becomes_a_plain_one(ready
 @pytest.mark.parametrize("value", [True, "0.25", None, torch.ones(2)])
 def test_a_metric_that_is_no_number_is_refused_by_name(ready, value):
     made = ready().but(evaluate=lambda model: {"error": value})
-    with pytest.raises(ConfigError, match=r"returned error=.* not a number"):
+    with pytest.raises(ConfigError, match=r"must return numbers, got error="):
         evaluate(made.prepared, made.task)
 
 
 def test_an_evaluation_that_returns_no_mapping_is_refused(ready):
     made = ready().but(evaluate=lambda model: 0.25)
-    with pytest.raises(ConfigError, match="returned a float; return a dict"):
+    with pytest.raises(ConfigError, match="a dict of numbers by name, got a float"):
         evaluate(made.prepared, made.task)

@@ -12,8 +12,8 @@ from narrowcast.config.sections import FaultSection
 from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 from narrowcast.runs import FindingRecord, HealthRecord, StepRecord, same_trajectory
 from narrowcast.training.checkpoints.checkpoint import load_checkpoint
-from narrowcast.training.checkpoints.identity import first_difference
-from narrowcast.training.trainer import train
+from narrowcast.training.checkpoints.verify import first_difference
+from narrowcast.training.train_loop import train_loop
 
 SETTINGS = {
     "steps": 12,
@@ -50,7 +50,7 @@ def made(ready, policy, **settings):
 
 
 def run(made, folder, resume=None):
-    return list(train(made.prepared, made.task, made.recipe, folder=folder, resume=resume))
+    return list(train_loop(made.prepared, made.task, made.recipe, folder=folder, resume=resume))
 
 
 @pytest.mark.parametrize("policy", ["fp16", "fp8-row"])

@@ -11,8 +11,8 @@ from narrowcast.config.common_sections import FaultSection
 from narrowcast.errors import DivergedError
 from narrowcast.runs import PrecisionRecord, StepRecord, same_trajectory
 from narrowcast.training.checkpoints.checkpoint import load_checkpoint
-from narrowcast.training.checkpoints.identity import first_difference
-from narrowcast.training.trainer import train
+from narrowcast.training.checkpoints.verify import first_difference
+from narrowcast.training.train_loop import train_loop
 
 STEPS = 40
 SCALE = {"init_scale": 1024.0, "max_skipped_steps": 60}
@@ -94,7 +94,9 @@ def run(ready):
         )
         records = []
         with contextlib.suppress(DivergedError):
-            for record in train(made.prepared, task, made.recipe, folder=folder, resume=resume):
+            for record in train_loop(
+                made.prepared, task, made.recipe, folder=folder, resume=resume
+            ):
                 records.append(record)
         return records, made.prepared
 

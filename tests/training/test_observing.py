@@ -8,7 +8,7 @@ from torch import nn
 
 from narrowcast.runs import FindingRecord, HealthRecord, same_trajectory
 from narrowcast.training.checkpoints.checkpoint import load_checkpoint
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 
 
 class Growing(nn.Module):
@@ -38,7 +38,7 @@ def growing(ready):
         torch.manual_seed(0)
         task = replace(plain, model=Growing())
         made = ready(policy, task=task, **settings)
-        return list(train(made.prepared, task, made.recipe, folder=folder, resume=resume))
+        return list(train_loop(made.prepared, task, made.recipe, folder=folder, resume=resume))
 
     return go
 
@@ -77,7 +77,7 @@ def scaled(**settings):
 
 def found_in(ready, **settings):
     made = ready("fp16", **settings)
-    return of(FindingRecord, train(made.prepared, made.task, made.recipe))
+    return of(FindingRecord, train_loop(made.prepared, made.task, made.recipe))
 
 
 @pytest.mark.parametrize("verdicts", [False, True])

@@ -4,9 +4,8 @@ from torch import nn
 
 from narrowcast.config.common_sections import LrScheduleSection, OptimizerSection
 from narrowcast.errors import ConfigError
-from narrowcast.training.optimizers import build_optimizer
-from narrowcast.training.parameter_groups import get_groups, layerwise_decay
-from narrowcast.training.schedules import lr_factors
+from narrowcast.training.optimizers import build_optimizer, get_groups, layerwise_decay
+from narrowcast.training.setup import lr_factors
 from narrowcast.training.task import ParameterGroup, Task
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from narrowcast.config.phases import ConditionSection
 from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
 from narrowcast.runs import EvalRecord, PrecisionRecord, StepRecord, same_trajectory
 from narrowcast.training.checkpoints.checkpoint import load_checkpoint
-from narrowcast.training.checkpoints.identity import first_difference
+from narrowcast.training.checkpoints.verify import first_difference
 from narrowcast.training.phase_plans import phases_json, plan_phases
 from narrowcast.training.precision_schedule import PrecisionSchedule, ScheduleProgress
 from narrowcast.training.setup import prepare_recipe
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 
 STEPS = 12
 COURSE = (
@@ -40,7 +40,7 @@ def run(scheduled):
 
     def go(*phases, folder=None, resume=None, **settings):
         made = scheduled(*phases, **settings)
-        records = train(made.prepared, made.task, made.recipe, folder=folder, resume=resume)
+        records = train_loop(made.prepared, made.task, made.recipe, folder=folder, resume=resume)
         return list(records), made.prepared
 
     return go
@@ -210,7 +210,7 @@ def test_what_a_later_phase_could_not_begin_with_is_refused_before_the_run(sched
     with pytest.raises(
         ConfigError, match=r"phase 2 of precision.schedule: scale_groups needs a single"
     ):
-        train(made.prepared, made.task, made.recipe)
+        train_loop(made.prepared, made.task, made.recipe)
 
 
 def test_moments_that_the_optimizer_cannot_keep_are_refused_before_the_run(scheduled):
@@ -218,14 +218,14 @@ def test_moments_that_the_optimizer_cannot_keep_are_refused_before_the_run(sched
         {"until": 4}, {"policy": "bf16, moments=int8"}, optimizer={"name": "sgd", "lr": 0.01}
     )
     with pytest.raises(UnsupportedError, match=r"phase 2 of precision.schedule: moments=int8"):
-        train(made.prepared, made.task, made.recipe)
+        train_loop(made.prepared, made.task, made.recipe)
 
 
 def test_a_model_prepared_in_another_policy_is_brought_into_the_first_phase(scheduled, run, ready):
     made, other = scheduled(*COURSE), ready("aggressive")
     other.prepared.release()
     prepared = prepare_recipe(made.recipe, other.task, plan=other.prepared.plan)
-    records = list(train(prepared, other.task, made.recipe))
+    records = list(train_loop(prepared, other.task, made.recipe))
     assert losses(records) == losses(run(*COURSE)[0])
 
 

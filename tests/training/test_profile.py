@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from narrowcast.errors import ConfigError
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 
 ASKED = {"first": 3, "steps": 2}
 
 
 def test_the_steps_that_are_named_are_traced(ready, tmp_path):
     plain, looked = ready(steps=6), ready(steps=6, profile=ASKED)
-    list(train(plain.prepared, plain.task, plain.recipe, folder=tmp_path / "plain"))
-    list(train(looked.prepared, looked.task, looked.recipe, folder=tmp_path / "looked"))
+    list(train_loop(plain.prepared, plain.task, plain.recipe, folder=tmp_path / "plain"))
+    list(train_loop(looked.prepared, looked.task, looked.recipe, folder=tmp_path / "looked"))
     assert not (tmp_path / "plain" / "profile").exists()
     folder = tmp_path / "looked" / "profile"
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
@@ -28,11 +28,11 @@ def test_the_steps_that_are_named_are_traced(ready, tmp_path):
 
 def test_a_run_that_ends_before_writes_what_it_saw(ready, tmp_path):
     made = ready(steps=3, profile={"first": 2, "steps": 50})
-    list(train(made.prepared, made.task, made.recipe, folder=tmp_path))
+    list(train_loop(made.prepared, made.task, made.recipe, folder=tmp_path))
     assert (tmp_path / "profile" / "trace.json").is_file()
 
 
 def test_a_trace_without_a_folder_is_refused(ready):
     made = ready(steps=3, profile=ASKED)
     with pytest.raises(ConfigError, match="needs a run folder"):
-        train(made.prepared, made.task, made.recipe)
+        train_loop(made.prepared, made.task, made.recipe)

@@ -6,9 +6,9 @@ import torch
 from narrowcast.errors import CheckpointError
 from narrowcast.runs import StepRecord
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
-from narrowcast.training.checkpoints.identity import first_difference
+from narrowcast.training.checkpoints.verify import first_difference
 from narrowcast.training.task import Hook
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 
 
 class Ragged:
@@ -72,7 +72,7 @@ def run(ready):
         data = made.recipe.data.model_copy(update={"workers": workers})
         recipe = made.recipe.model_copy(update={"data": data})
         records = []
-        for record in train(made.prepared, made.task, recipe, folder=folder, resume=resume):
+        for record in train_loop(made.prepared, made.task, recipe, folder=folder, resume=resume):
             records.append(record)
             if isinstance(record, StepRecord) and record.step == steps:
                 break
@@ -119,4 +119,4 @@ def test_a_checkpoint_of_other_hooks_is_refused(run, ready, tmp_path):
     with pytest.raises(
         CheckpointError, match="state for the hooks small, and the task has the hooks none"
     ):
-        train(made.prepared, made.task, made.recipe, resume=state)
+        train_loop(made.prepared, made.task, made.recipe, resume=state)

@@ -5,7 +5,7 @@ from hypothesis.strategies import floats, integers, sampled_from
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
 from narrowcast.config.sections import LrScheduleSection
-from narrowcast.training.schedules import lr_factor
+from narrowcast.training.setup import lr_factor
 
 RATE = 0.1
 

@@ -5,11 +5,11 @@ import torch
 
 from narrowcast.errors import ConfigError, DivergedError
 from narrowcast.runs import StepRecord
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 
 
 def steps_of(made):
-    records = train(made.prepared, made.task, made.recipe)
+    records = train_loop(made.prepared, made.task, made.recipe)
     return [r for r in records if isinstance(r, StepRecord)]
 
 
@@ -40,7 +40,7 @@ def test_overflows_move_the_scale_as_set(ready, scale, scales):
     made = ready("fp16", steps=3, precision={"policy": "fp16", "loss_scale": scale})
     whole = made.task.loss
     made = made.but(loss=lambda model, batch: whole(model, batch) * torch.inf)
-    records = train(made.prepared, made.task, made.recipe)
+    records = train_loop(made.prepared, made.task, made.recipe)
     seen = (r.loss_scale for r in records if isinstance(r, StepRecord))
     assert list(islice(seen, 3)) == scales
 

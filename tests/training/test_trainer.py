@@ -20,15 +20,15 @@ from narrowcast.runs import (
     same_trajectory,
 )
 from narrowcast.training.checkpoints.checkpoint import checkpoints, latest, load_checkpoint
-from narrowcast.training.checkpoints.identity import first_difference
+from narrowcast.training.checkpoints.verify import first_difference
 from narrowcast.training.data import Order
 from narrowcast.training.optimizers import build_optimizer
-from narrowcast.training.schedules import lr_factor
-from narrowcast.training.trainer import train
+from narrowcast.training.setup import lr_factor
+from narrowcast.training.train_loop import train_loop
 
 
 def run(made, **settings):
-    return list(train(made.prepared, made.task, made.recipe, **settings))
+    return list(train_loop(made.prepared, made.task, made.recipe, **settings))
 
 
 def steps_of(records):
@@ -152,7 +152,7 @@ def test_divergence_ends_the_run_and_keeps_the_last_good_checkpoint(ready, tmp_p
 
 def train_into(records, made, folder):
     """Train, and keep what was yielded before an error."""
-    for record in train(made.prepared, made.task, made.recipe, folder=folder):
+    for record in train_loop(made.prepared, made.task, made.recipe, folder=folder):
         records.append(record)
     return []
 
@@ -346,13 +346,15 @@ def until(records, step):
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(ready, tmp_path, number):
     before = signal.getsignal(number)
     made = ready(steps=10, eval={"every": 3})
-    records = train(made.prepared, made.task, made.recipe, folder=tmp_path)
+    records = train_loop(made.prepared, made.task, made.recipe, folder=tmp_path)
     until(records, 3)
     signal.raise_signal(number)
     checkpoint = next(records)
     assert isinstance(checkpoint, CheckpointRecord)
     assert checkpoint.step == 3
-    with pytest.raises(Interrupted, match=rf"after step 3; .*narrowcast resume {tmp_path}") as info:
+    with pytest.raises(
+        Interrupted, match=rf"after step 3\. .*narrowcast resume {tmp_path}"
+    ) as info:
         next(records)
     assert info.value.exit_code == 130
     assert signal.getsignal(number) is before
@@ -364,7 +366,7 @@ def test_a_run_that_a_signal_ended_goes_on_as_if_it_had_not(ready, tmp_path):
     straight = ready(**settings)
     expected = run(straight)
     made = ready(**settings)
-    records = train(made.prepared, made.task, made.recipe, folder=tmp_path)
+    records = train_loop(made.prepared, made.task, made.recipe, folder=tmp_path)
     before = until(records, 3)
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(Interrupted):
@@ -379,7 +381,7 @@ def test_a_run_that_a_signal_ended_goes_on_as_if_it_had_not(ready, tmp_path):
 def test_signals_have_their_old_meaning_once_the_records_are_closed(ready):
     before = signal.getsignal(signal.SIGINT)
     made = ready(steps=10)
-    records = train(made.prepared, made.task, made.recipe)
+    records = train_loop(made.prepared, made.task, made.recipe)
     next(records)
     assert signal.getsignal(signal.SIGINT) is not before
     records.close()
@@ -392,7 +394,7 @@ def test_a_run_in_another_thread_leaves_signals_alone(ready):
     seen = []
 
     def work():
-        for _ in train(made.prepared, made.task, made.recipe):
+        for _ in train_loop(made.prepared, made.task, made.recipe):
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
@@ -418,7 +420,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_loaded(ready, t
         CheckpointError,
         match=r"step 3 has another model: fall\.weight is 1×16 in the checkpoint and 2×16 here",
     ):
-        train(made.prepared, made.task, made.recipe, resume=state)
+        train_loop(made.prepared, made.task, made.recipe, resume=state)
     assert first_difference(made.task.model.state_dict(), before) is None
 
 
@@ -428,15 +430,15 @@ def test_a_checkpoint_of_other_data_is_refused(ready, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"it had 100 samples and now has 90\. Restore the data"
     ):
-        train(made.prepared, made.task, made.recipe, resume=state)
+        train_loop(made.prepared, made.task, made.recipe, resume=state)
 
 
 def test_a_checkpoint_of_an_older_version_is_refused_with_what_it_lacks(ready, tmp_path):
     state = saved_state(ready(steps=3), tmp_path)
     del state["adapter"], state["schedule"]
     made = ready(steps=6)
-    with pytest.raises(CheckpointError, match="lacks schedule, adapter"):
-        train(made.prepared, made.task, made.recipe, resume=state)
+    with pytest.raises(CheckpointError, match="has no schedule, adapter"):
+        train_loop(made.prepared, made.task, made.recipe, resume=state)
 
 
 def test_a_run_that_is_past_the_steps_asked_for_is_refused(ready, tmp_path):
@@ -445,7 +447,7 @@ def test_a_run_that_is_past_the_steps_asked_for_is_refused(ready, tmp_path):
     with pytest.raises(
         ConfigError, match="steps must be at least 6, the step that the run has reached, got 3"
     ):
-        train(made.prepared, made.task, made.recipe, resume=state)
+        train_loop(made.prepared, made.task, made.recipe, resume=state)
 
 
 def test_a_batch_larger_than_the_data_is_refused(ready):
@@ -465,7 +467,7 @@ def test_workers_do_not_change_the_course(ready):
 def test_no_step_on_the_gpu_makes_the_host_wait(ready, policy, host_never_waits):
     """Torch raises on every operation that waits for the device, except waiting for an event."""
     made = ready(policy, steps=24, device="cuda", health={"every": 2})
-    records = train(made.prepared, made.task, made.recipe)
+    records = train_loop(made.prepared, made.task, made.recipe)
     until(records, 6)  # of which the fourth is captured
     with host_never_waits():
         until(records, 22)
@@ -503,7 +505,7 @@ def test_a_gpu_run_learns_what_a_cpu_run_learns(ready, gradient_accumulation_ste
 def test_a_run_that_is_over_leaves_its_model_prepared_and_nothing_else(ready):
     made = ready("fp8-tensor", steps=2, health={"every": 1})
     before = [type(module) for module in made.task.model.modules()]
-    records = train(made.prepared, made.task, made.recipe)
+    records = train_loop(made.prepared, made.task, made.recipe)
     next(records)
     records.close()  # as does an error, or the last step
     assert [type(module) for module in made.task.model.modules()] == before
@@ -513,7 +515,7 @@ def test_a_refused_checkpoint_leaves_the_model_prepared_and_nothing_else(ready):
     made = ready("bf16", health={"every": 1})
     before = [type(module) for module in made.task.model.modules()]
     with pytest.raises(CheckpointError, match="older version"):
-        train(made.prepared, made.task, made.recipe, resume={"step": 1})
+        train_loop(made.prepared, made.task, made.recipe, resume={"step": 1})
     assert [type(module) for module in made.task.model.modules()] == before
 
 

@@ -7,7 +7,7 @@ from narrowcast.errors import DivergedError
 from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, Metric, TaskInfo
 from narrowcast.training.checkpoints.checkpoint import checkpoints, latest, load_checkpoint
 from narrowcast.training.task import Hook
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 from narrowcast.training.vital_signs import bad_weights
 
 
@@ -15,7 +15,7 @@ def ended(made, **settings):
     """Train until a run diverges; return its records and what it says."""
     records = []
     try:
-        for record in train(made.prepared, made.task, made.recipe, **settings):
+        for record in train_loop(made.prepared, made.task, made.recipe, **settings):
             records.append(record)
     except DivergedError as error:
         return records, str(error)
@@ -57,7 +57,7 @@ def test_a_run_whose_last_evaluation_is_not_finite_has_diverged_with_all_it_has_
     assert any(isinstance(r, EvalRecord) for r in records)
     found = next(r for r in records if isinstance(r, FindingRecord))
     assert found.why.endswith("on weights that are finite")
-    assert said.startswith("the run has diverged: its last evaluated error is nan. Try a lower opt")
+    assert said.startswith("The run has diverged: its last evaluated error is nan. Try a lower opt")
     assert said.endswith("was not written; the weights are in the last checkpoint")
     assert not (tmp_path / "model.safetensors").exists()
 
@@ -68,7 +68,9 @@ def test_a_run_whose_last_evaluation_is_not_finite_has_diverged_with_all_it_has_
 
     # More steps may heal it.
     longer = ready(steps=6)
-    assert list(train(longer.prepared, longer.task, longer.recipe, folder=tmp_path, resume=state))
+    assert list(
+        train_loop(longer.prepared, longer.task, longer.recipe, folder=tmp_path, resume=state)
+    )
     assert (tmp_path / "model.safetensors").exists()
 
 
@@ -115,7 +117,7 @@ def test_weights_that_are_finite_again_are_kept_as_any_others(ready, tmp_path):
 
     hook = Hook(name="spoil", after_step=spoil_and_heal)
     made = ready(steps=8, checkpoint={"every": 1, "keep": 2}).but(hooks=(hook,))
-    list(train(made.prepared, made.task, made.recipe, folder=tmp_path))
+    list(train_loop(made.prepared, made.task, made.recipe, folder=tmp_path))
     assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints")] == ["7", "8"]
 
 
@@ -174,7 +176,7 @@ def test_a_run_whose_last_ten_steps_were_skipped_has_diverged(ready, tmp_path):
 
 def test_a_run_whose_last_nine_steps_were_skipped_is_done(ready, tmp_path):
     made = ready(steps=11).but(loss=with_loss(3))
-    list(train(made.prepared, made.task, made.recipe, folder=tmp_path))
+    list(train_loop(made.prepared, made.task, made.recipe, folder=tmp_path))
     assert (tmp_path / "model.safetensors").exists()
 
 
@@ -183,7 +185,7 @@ def test_a_metric_beside_the_headline_may_be_undefined(ready):
     made = ready(steps=2).but(
         info=info, evaluate=lambda model: {"error": 0.5, "correlation": math.nan}
     )
-    records = list(train(made.prepared, made.task, made.recipe))
+    records = list(train_loop(made.prepared, made.task, made.recipe))
     found = [r for r in records if isinstance(r, FindingRecord)]
     assert [r.what for r in found] == ["evaluation not finite"]
     assert "correlation is nan" in found[0].why

@@ -22,7 +22,7 @@ from narrowcast.runs.commands import resume_command
 from narrowcast.runs.tally import Tally
 from narrowcast.strategies.hybrid.phase_formats import phase_policies
 from narrowcast.training.checkpoints.export import WEIGHTS, RunEnd
-from narrowcast.training.ending.early_stopping import EarlyStopping, run_end
+from narrowcast.training.ending import EarlyStopping, run_end
 from narrowcast.training.phase_plans import end_text, get_phases
 
 

@@ -24,7 +24,7 @@ from narrowcast.training.phase_plans import each_phase, get_phases, plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.strategy import PLAIN, Strategy
 from narrowcast.training.task import Task
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 from narrowcast.workloads import build_task
 
 
@@ -41,7 +41,7 @@ class Assembled:
     strategy: Strategy
     """What acts between steps; plain training does nothing."""
 
-    def train(
+    def records(
         self,
         recipe: Recipe,
         *,
@@ -49,8 +49,8 @@ class Assembled:
         resume: dict[str, Any] | None = None,
         accept: Collection[str] = (),
     ) -> Generator[Record]:
-        """Train for the steps of a recipe that is settled, and yield what happens."""
-        return train(
+        """Train for the steps of a recipe, and yield records."""
+        return train_loop(
             self.prepared,
             self.task,
             recipe,

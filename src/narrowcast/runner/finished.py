@@ -15,10 +15,8 @@ from narrowcast.runs.folder import ENVIRONMENT, RECIPE, RESOLVED, TASK
 from narrowcast.runs.writing import explain_write_error
 from narrowcast.training.checkpoints.checkpoint import checkpoint_step, latest
 from narrowcast.training.checkpoints.export import RESULTS, WEIGHTS, RunEnd, results_are_whole
-from narrowcast.training.checkpoints.parts import blamed_on_part
-from narrowcast.training.checkpoints.records_identity import require_records
-from narrowcast.training.checkpoints.resume import latest_state
-from narrowcast.training.ending.early_stopping import EarlyStopping, run_end
+from narrowcast.training.checkpoints.resume import blamed_on_part, latest_state, require_records
+from narrowcast.training.ending import EarlyStopping, run_end
 
 REPORT_DUE = ".report-due"
 """Present from the start of a run until its report is written; if the run is killed, it stays."""

@@ -51,8 +51,7 @@ from narrowcast.runs import (
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.folder import RECORDS, RESOLVED
 from narrowcast.runs.tally import Tally
-from narrowcast.training.checkpoints.records_identity import require_records
-from narrowcast.training.checkpoints.resume import latest_state, rewind_to
+from narrowcast.training.checkpoints.resume import latest_state, require_records, rewind_to
 from narrowcast.training.task import Task
 from narrowcast.workloads import load_recipe
 
@@ -321,7 +320,7 @@ def train(
     assembled = assemble(by_task.loaded.recipe)
     loaded = by_task.loaded.for_samples(len(assembled.task.train_data))
     path = None if out is None else Path(out)
-    records = assembled.train(loaded.recipe, folder=path)
+    records = assembled.records(loaded.recipe, folder=path)
     if loaded.recipe.strategy.has_baseline:
         records = _with_baseline(loaded.recipe, records)
     if path is None:
@@ -362,7 +361,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         with _where_it_began(run):
             assembled = assemble(loaded.recipe)
         loaded = loaded.for_samples(len(assembled.task.train_data))
-        records = assembled.train(loaded.recipe, folder=run.path, resume=state, accept=accepted)
+        records = assembled.records(loaded.recipe, folder=run.path, resume=state, accept=accepted)
         if state is None and loaded.recipe.strategy.has_baseline:
             records = _with_baseline(loaded.recipe, records)
         run.require_task_info(assembled.task.info)
@@ -457,7 +456,7 @@ def _with_baseline(recipe: Recipe, records: Generator[Record]) -> Generator[Reco
     without = recipe.strategy.model_copy(update={"enabled": False})
     plain = recipe.model_copy(update={"strategy": without, "trackers": ()})
     assembled, seconds = assemble(plain), 0.0
-    for record in assembled.train(plain, folder=None):
+    for record in assembled.records(plain, folder=None):
         match record:
             case StepRecord():
                 seconds += record.seconds

@@ -1,19 +1,27 @@
 """Evaluation during a run, without a trace in weights, modes or random generators."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import final
 
 import torch
 from torch import nn
 
+from narrowcast.config.sections import Recipe
 from narrowcast.errors import ConfigError, blamed_on
 from narrowcast.hardware.randomness import preserve_rng
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import FindingRecord, TaskInfo
+from narrowcast.runs import EvalRecord, FindingRecord, Record, TaskInfo
 from narrowcast.runs.task_info import AVERAGED
 from narrowcast.runs.vitals import WEIGHTS_NOT_FINITE
+from narrowcast.training.checkpoints.frozen import FrozenWeights
+from narrowcast.training.ending import BestWeights, EarlyStopping
+from narrowcast.training.strategy import Strategy
 from narrowcast.training.task import Task
+from narrowcast.training.vital_signs import VitalSigns, bad_weights
 
 
 def evaluate(prepared: Prepared, task: Task) -> dict[str, float]:
@@ -75,6 +83,45 @@ def _finding(step: int, *, role: str, what: str, why: str, advice: str) -> Findi
         action="",
         advice=advice,
     )
+
+
+@final
+class Evaluations:
+    """Evaluates a run; tracks divergence, early stopping and the best weights."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        task: Task,
+        recipe: Recipe,
+        *,
+        frozen: FrozenWeights,
+        folder: Path | None,
+        strategy: Strategy,
+    ) -> None:
+        self._prepared, self._task, self._strategy = prepared, task, strategy
+        self.vital_signs = VitalSigns(prepared, task, folder=folder)
+        self.early_stopping = EarlyStopping(recipe.eval, task.info)
+        self.best_weights = BestWeights(
+            prepared, frozen, folder=folder, wanted=recipe.eval.keep_best
+        )
+
+    def measure(self, step: int) -> tuple[EvalRecord, Iterable[Record]]:
+        """Evaluate the weights that the run would return now."""
+        return self._strategy.evaluate(step, partial(evaluate, self._prepared, self._task))
+
+    def account(self, judged: EvalRecord, others: Iterable[Record]) -> Iterator[Record]:
+        """Yield the records of an evaluation, and save its weights if they are the best."""
+        step, lr = judged.step, self._prepared.engine.log.wording.lr
+        bad = not_finite(judged.metrics, bad_weights(self._prepared), step=step, lr=lr)
+        records: list[Record] = [judged, *bad]
+        for record in records:
+            self.vital_signs.note(record)
+            self.early_stopping.note(record)
+            yield record
+        yield from others
+        if self.early_stopping.improvement.best_step == step:
+            self.best_weights.keep(step, answer=self._strategy.answer)
 
 
 @contextmanager

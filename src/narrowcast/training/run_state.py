@@ -13,8 +13,7 @@ from narrowcast.precision.step.saved_state import collect_state
 from narrowcast.runs import FindingRecord
 from narrowcast.training.checkpoints.data_identity import DataIdentity, identify_data
 from narrowcast.training.checkpoints.frozen import FrozenWeights
-from narrowcast.training.checkpoints.parts import blamed_on_part
-from narrowcast.training.checkpoints.resume import require_same_model, shapes
+from narrowcast.training.checkpoints.resume import blamed_on_part, require_same_model, shapes
 from narrowcast.training.checkpoints.settings import (
     decisive_differences,
     difference_text,

@@ -1,11 +1,11 @@
-"""What a strategy may do around the steps of a run. The trainer asks; plain training has none.
+"""Hooks that a training strategy has between the steps of a run.
 
-A strategy never moves a counter of the run, draws no random number of the run's and reads no batch
-that the run would read: without it, or with it switched off, the run is the same bit for bit.
+A strategy never moves a counter of the run, draws none of its random numbers and reads none of its
+batches. With the strategy switched off, the run is the same bit for bit.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, final
+from typing import Any
 
 from torch import Tensor
 
@@ -16,100 +16,56 @@ Measure = Callable[[], dict[str, float]]
 """Evaluates the model as it is now."""
 
 
-class Strategy(Protocol):
-    """A way to get by with fewer steps."""
+class Strategy:
+    """Hooks around the steps of a run; these defaults are plain training."""
 
     def before_first_step(self) -> Iterable[Record]:
-        """Tell how the run begins; not called when it is resumed."""
-
-    def is_due(self, step: int) -> bool:
-        """Say whether there is something to do between this step and the next; waits for nothing.
-
-        A function of what `act` has decided and of records up to the step before: a run that is
-        resumed must answer as one that was not.
-        """
-
-    def act(self, step: int, *, batches: int) -> Iterable[Record]:
-        """Do what is due after a step, and tell of it; `batches` have been read so far.
-
-        Every record up to `step` was noted. Weights and formats may be others afterwards.
-        """
-
-    def after_step(self, outcome: Outcome) -> None:
-        """Queue what follows every step; waits for nothing, and `outcome` is not read."""
-
-    def note(self, record: StepRecord) -> None:
-        """Take in what became of a step, each once and in their order."""
-
-    def evaluate(self, step: int, measure: Measure) -> tuple[EvalRecord, Iterable[Record]]:
-        """Evaluate what the run would return now, and say what that is; leaves weights alone."""
-
-    def answer(self) -> Mapping[str, Tensor]:
-        """Return the weights that the run would return now, in fp32, by name; copies."""
-
-    def put_answer(self) -> Mapping[str, Tensor]:
-        """Let the model have these weights at the end of a run, and return them."""
-
-    def summary(self, step: int) -> Iterable[Record]:
-        """Tell what it came to, once the last step is done."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what decides what it does from now on."""
-
-    def restore_formats(self, state: Mapping[str, Any]) -> None:
-        """Bring the model into the formats that it had when this state was saved."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a saved run stood; the model has its weights and formats already."""
-
-
-@final
-class Plain:
-    """Plain training: nothing but its steps."""
-
-    def before_first_step(self) -> Iterable[Record]:
-        """Tell of nothing."""
+        """Return the first records of a run; not called when it is resumed."""
         return ()
 
     def is_due(self, step: int) -> bool:
-        """Say that there is nothing to do."""
+        """Return whether `act` has something to do after this step; does not synchronise.
+
+        It may depend on `act` and on records up to the step before, so that a resumed run decides
+        like one that was not interrupted.
+        """
         return False
 
     def act(self, step: int, *, batches: int) -> Iterable[Record]:
-        """Do nothing."""
+        """Act after a step, when `batches` were read; may change weights and formats."""
         return ()
 
     def after_step(self, outcome: Outcome) -> None:
-        """Queue nothing."""
+        """Queue work after every step; must not synchronise."""
 
     def note(self, record: StepRecord) -> None:
-        """Take in nothing."""
+        """Take note of a step's record; called once per step, in order."""
 
     def evaluate(self, step: int, measure: Measure) -> tuple[EvalRecord, Iterable[Record]]:
-        """Evaluate the weights as they are."""
+        """Evaluate the weights that the run would return now; leave those of the model alone."""
         return EvalRecord(step=step, metrics=measure()), ()
 
     def answer(self) -> Mapping[str, Tensor]:
-        """Return no weights but those of the model."""
+        """Return copies of the weights to return instead of the model's, in fp32, by name."""
         return {}
 
     def put_answer(self) -> Mapping[str, Tensor]:
-        """Leave the model its weights."""
+        """Load these weights into the model at the end of a run, and return them."""
         return {}
 
     def summary(self, step: int) -> Iterable[Record]:
-        """Tell of nothing."""
+        """Return records that sum up the run, after its last step."""
         return ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: there is no state."""
+        """Return the state that later steps depend on."""
         return {}
 
     def restore_formats(self, state: Mapping[str, Any]) -> None:
-        """Leave the model its formats."""
+        """Change the model to the formats it had when this state was saved."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up nothing."""
+        """Restore a `state_dict()`; weights and formats of the model are restored already."""
 
 
-PLAIN = Plain()
+PLAIN = Strategy()

@@ -67,7 +67,7 @@ def build_task(recipe: config.Recipe, *, device: torch.device) -> Task:
 
     Parameters that its groups call frozen are, from here on.
     """
-    from narrowcast.training.parameter_groups import get_groups
+    from narrowcast.training.optimizers import get_groups
     from narrowcast.training.task import Task
 
     build = REGISTRY.workload(recipe.workload).load("task")

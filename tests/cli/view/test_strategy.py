@@ -8,7 +8,7 @@ from narrowcast.runs.task_info import TaskInfo
 def readout(**values):
     return StrategyRecord(
         step=20, phase="full", event="readout", what="trained",
-        why="best loss of 2 read-outs on 3 of 40 held-out batches", values=values, seconds=0.1,
+        why="best loss of 2 candidates on 3 of 40 held-out batches", values=values, seconds=0.1,
     )  # fmt: skip
 
 

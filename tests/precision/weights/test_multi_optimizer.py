@@ -9,7 +9,7 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.config.common_sections import OptimizerSection
 from narrowcast.precision.weights.multi_optimizer import SideBySide
-from narrowcast.training.checkpoints.identity import first_difference
+from narrowcast.training.checkpoints.verify import first_difference
 from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.task import ParameterGroup
 

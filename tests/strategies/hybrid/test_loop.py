@@ -114,9 +114,9 @@ def test_a_jump_is_kept_or_leaves_every_bit():
         ({"ema_decay": 0.99}, "half_lives"),
         ({"preset": "bold"}, "one of conservative, balanced"),
         ({"lr_horizon": 0.5}, "lr_horizon must be a number of 1 or more"),
-        ({"half_lives": (-1, 0.05)}, "write shares of the run, above 0 and up to 1"),
-        ({"half_lives": 0.05}, "write shares of the run"),
-        ({"steps": "80"}, "write how many steps"),
+        ({"half_lives": (-1, 0.05)}, "must be shares of the run, above 0 and up to 1"),
+        ({"half_lives": 0.05}, "must be shares of the run"),
+        ({"steps": "80"}, "steps must be the number"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings, answer):
@@ -231,7 +231,9 @@ def test_a_schedule_that_is_made_already_is_refused_with_what_to_give():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     made = CosineAnnealingLR(optimizer, STEPS)
-    with pytest.raises(ConfigError, match=r"made already.*scheduler=CosineAnnealingLR, or lambda"):
+    with pytest.raises(
+        ConfigError, match=r"got a CosineAnnealingLR.*scheduler=CosineAnnealingLR, or lambda"
+    ):
         nc.hybrid(model, optimizer, steps=STEPS, scheduler=made)
 
 

@@ -221,7 +221,7 @@ def test_the_report_tells_of_phases_read_outs_and_the_plain_run(tmp_path):
     told = events(records, "baseline")
     assert [r.values["step"] for r in told] == [8, 16, 24]
     page = (tmp_path / "run/report.html").read_text()
-    for words in ("Hybrid training", "Read-outs", "Against plain training", "In numbers"):
+    for words in ("Hybrid training", "Candidate weights", "Against plain training", "In numbers"):
         assert words in page
     assert "Lookahead point" in page  # in the table of memory
     assert {r.why for r in events(records, "phase")} == {"this preset makes no jumps"}

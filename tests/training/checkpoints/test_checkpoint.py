@@ -150,7 +150,7 @@ def test_a_full_disk_is_said_and_costs_no_older_checkpoint(tmp_path):
     assert len(said) == 4
     for line in said:
         assert "step-000002: " in line
-        assert "step-000001 is untouched" in line
+        assert "step-000001 is unchanged" in line
     assert names(tmp_path) == ["step-000001"]
     assert load_checkpoint(tmp_path / "step-000001")["weight"][0] == 1.0
 
@@ -191,13 +191,13 @@ def damage(path, how):
 
 
 DAMAGES = {
-    "tensors cut": r"tensors\.safetensors has \d+ bytes where \d+ were written",
+    "tensors cut": r"tensors\.safetensors must have \d+ bytes, got \d+",
     "tensors missing": r"tensors\.safetensors is missing",
     "tensors changed": r"tensors\.safetensors was changed after it was written: weight has",
     "header changed": r"tensors\.safetensors was changed after it was written: weight has",
     "header cut": r"tensors\.safetensors cannot be read",
     "state cut": r"state\.json cannot be read",
-    "state missing": r"state\.json is missing, so .* is no checkpoint",
+    "state missing": r"state\.json is missing, so .* is not a checkpoint",
     "state binary": r"state\.json cannot be read",
     "state foreign": r"state\.json is not the state of a narrowcast checkpoint",
     "state changed": r"state\.json was changed after it was written",
@@ -225,7 +225,7 @@ def test_when_no_checkpoint_is_whole_that_is_said(tmp_path):
 
 
 def test_a_path_that_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         load_checkpoint(tmp_path / "elsewhere")
 
 

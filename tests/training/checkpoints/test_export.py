@@ -4,11 +4,11 @@ from safetensors.torch import load_file, load_model
 
 from narrowcast.errors import CheckpointError
 from narrowcast.training.checkpoints.export import export_weights, results_are_whole
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 
 
 def trained(made):
-    list(train(made.prepared, made.task, made.recipe))
+    list(train_loop(made.prepared, made.task, made.recipe))
     return made
 
 
@@ -57,7 +57,7 @@ def test_a_task_writes_its_own_files_after_the_weights(ready, tmp_path):
         (folder / "own.txt").write_text("mine")
 
     made = ready(steps=2).but(write_results=write)
-    list(train(made.prepared, made.task, made.recipe, folder=tmp_path))
+    list(train_loop(made.prepared, made.task, made.recipe, folder=tmp_path))
     assert (tmp_path / "own.txt").read_text() == "mine"
     assert results_are_whole(tmp_path, step=2)
     assert not results_are_whole(tmp_path, step=4)
@@ -71,8 +71,8 @@ def test_a_task_that_fails_at_its_files_keeps_the_weights_and_is_named(ready, tm
 
     made = ready(steps=2).but(write_results=fail)
     with pytest.raises(ZeroDivisionError) as caught:
-        list(train(made.prepared, made.task, made.recipe, folder=tmp_path))
+        list(train_loop(made.prepared, made.task, made.recipe, folder=tmp_path))
     assert load_file(tmp_path / "model.safetensors")
     (note,) = caught.value.__notes__
-    assert note.startswith("This was write_results of the task; the weights are safe in")
+    assert note.startswith("This was write_results of the task (the weights are safe in")
     assert not results_are_whole(tmp_path, step=2)  # so that a resumed run does it again

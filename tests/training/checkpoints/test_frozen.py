@@ -13,9 +13,9 @@ from narrowcast.runs import StepRecord
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, save_checkpoint
 from narrowcast.training.checkpoints.export import results_are_whole
 from narrowcast.training.checkpoints.frozen import checksums
-from narrowcast.training.checkpoints.identity import first_difference
+from narrowcast.training.checkpoints.verify import first_difference
 from narrowcast.training.task import Hook
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.complex64]
 
@@ -43,7 +43,7 @@ def adapted(ready, *, seed=0, base=torch.float8_e4m3fn, policy="fp32", hooks=(),
 
 
 def course(made, **settings):
-    records = train(made.prepared, made.task, made.recipe, **settings)
+    records = train_loop(made.prepared, made.task, made.recipe, **settings)
     return [(r.step, r.loss) for r in records if isinstance(r, StepRecord)]
 
 
@@ -77,8 +77,8 @@ def test_a_checkpoint_is_as_small_as_what_learns(ready, tmp_path):
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"seed": 1}, "here it has other values"),
-        ({"base": torch.bfloat16}, "it was float8_e4m3fn of 64×64 and is bfloat16 of 64×64"),
+        ({"seed": 1}, "it has other values"),
+        ({"base": torch.bfloat16}, "it was float8_e4m3fn of 64×64 and is now bfloat16 of 64×64"),
     ],
 )
 def test_other_frozen_weights_are_refused_by_name_and_nothing_is_loaded(
@@ -89,7 +89,7 @@ def test_other_frozen_weights_are_refused_by_name_and_nothing_is_loaded(
     before = {name: each.clone() for name, each in made.task.model.state_dict().items()}
     state = load_checkpoint(latest(tmp_path / "checkpoints"))
     with pytest.raises(CheckpointError, match="does not hold the frozen weight base") as caught:
-        train(made.prepared, made.task, made.recipe, resume=state)
+        train_loop(made.prepared, made.task, made.recipe, resume=state)
     assert said in str(caught.value)
     assert first_difference(dict(made.task.model.state_dict()), before) is None
 
@@ -101,8 +101,8 @@ def test_a_weight_that_is_trained_here_and_was_frozen_is_refused(ready, tmp_path
     model.base.requires_grad_(True)
     made = ready("fp32", parts={"model": model}, steps=8, checkpoint={"every": 3, "keep": 9})
     state = load_checkpoint(latest(tmp_path / "checkpoints"))
-    with pytest.raises(CheckpointError, match="float32 of 64×64 and is trained"):
-        train(made.prepared, made.task, made.recipe, resume=state)
+    with pytest.raises(CheckpointError, match="float32 of 64×64 and is now trained"):
+        train_loop(made.prepared, made.task, made.recipe, resume=state)
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["in place", "through .data"])

@@ -11,15 +11,15 @@ from narrowcast.hardware.randomness import capture_randomness
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.runs import CheckpointRecord, RunFolder, StepRecord, same_trajectory
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
-from narrowcast.training.checkpoints.identity import first_difference
 from narrowcast.training.checkpoints.resume import (
     latest_state,
     require_same_model,
     rewind_to,
     shapes,
 )
+from narrowcast.training.checkpoints.verify import first_difference
 from narrowcast.training.setup import prepare_recipe
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 from narrowcast.workloads import build_task, load_recipe
 
 N, K = 9, 4
@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 def course(made, **settings):
-    return list(train(made.prepared, made.task, made.recipe, **settings))
+    return list(train_loop(made.prepared, made.task, made.recipe, **settings))
 
 
 def everything(made, device="cpu"):
@@ -125,7 +125,7 @@ def test_a_resumed_language_model_is_the_uninterrupted_one_on_the_gpu(tmp_path, 
 def begin(path, made):
     """A run folder with the records of a whole run in it."""
     run = RunFolder.create(path, recipe_text="", resolved={}, environment={})
-    for record in train(made.prepared, made.task, made.recipe, folder=path):
+    for record in train_loop(made.prepared, made.task, made.recipe, folder=path):
         run.write(record)
     return run
 
@@ -137,7 +137,7 @@ def test_a_killed_run_is_taken_up_at_its_last_checkpoint(ready, tmp_path):
     killed = RunFolder.create(tmp_path / "killed", recipe_text="", resolved={}, environment={})
     made = ready(**settings)
     with killed:
-        for record in train(made.prepared, made.task, made.recipe, folder=killed.path):
+        for record in train_loop(made.prepared, made.task, made.recipe, folder=killed.path):
             killed.write(record)
             if record.step == 6:
                 break
@@ -145,7 +145,9 @@ def test_a_killed_run_is_taken_up_at_its_last_checkpoint(ready, tmp_path):
         state = latest_state(run)
         assert state is not None
         fresh = ready(**settings)
-        records = train(fresh.prepared, fresh.task, fresh.recipe, folder=run.path, resume=state)
+        records = train_loop(
+            fresh.prepared, fresh.task, fresh.recipe, folder=run.path, resume=state
+        )
         rewind_to(run, state)
         assert run.records()[-1].step == 4
         for record in records:
@@ -175,7 +177,7 @@ def test_a_run_without_a_checkpoint_begins_again(ready, tmp_path):
     run = RunFolder.create(tmp_path / "run", recipe_text="", resolved={}, environment={})
     made = ready(steps=5)
     with run:
-        for record in train(made.prepared, made.task, made.recipe):
+        for record in train_loop(made.prepared, made.task, made.recipe):
             if isinstance(record, StepRecord):
                 run.write(record)
         assert latest_state(run) is None

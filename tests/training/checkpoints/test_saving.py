@@ -7,14 +7,14 @@ from narrowcast.errors import CheckpointError
 from narrowcast.runs.records import CheckpointRecord, StepRecord
 from narrowcast.training.checkpoints.checkpoint import checkpoints, load_checkpoint
 from narrowcast.training.checkpoints.tree import flatten
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 
 
 def run(ready, folder, *, background, resume=None, until=None):
     checkpoint = {"every": 3, "keep": 9, "background": background}
     made = ready("bf16", steps=9, checkpoint=checkpoint)
     records = []
-    for record in train(made.prepared, made.task, made.recipe, folder=folder, resume=resume):
+    for record in train_loop(made.prepared, made.task, made.recipe, folder=folder, resume=resume):
         records.append(record)
         if until is not None and getattr(record, "step", 0) == until:
             break

@@ -3,7 +3,7 @@ import errno
 import pytest
 import torch
 
-from narrowcast.training.checkpoints.tensor_file import write_tensors
+from narrowcast.training.checkpoints.tree import write_tensors
 
 
 def test_tensors_that_cannot_be_written_are_an_error_of_the_system(tmp_path):

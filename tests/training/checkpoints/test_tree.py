@@ -112,32 +112,3 @@ def test_what_json_and_safetensors_cannot_hold_is_refused_with_its_place(value):
 def test_a_key_that_would_change_its_type_is_refused():
     with pytest.raises(TypeError, match=r"^a: a checkpoint cannot hold a dict with a float as key"):
         flatten({"a": {1.5: 0}})
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"$tensor": "missing"},
-        {"$tensor": 1},
-        {"$float": "much"},
-        {"$tuple": {}},
-        {"$dict": [1]},
-        {"$dict": [["a"]]},
-        {"$dict": [[[], 1]]},
-        {"a": 1, "$b": 2},
-        {"a": [{"$what": 1}]},
-    ],
-)
-def test_a_tree_that_no_state_makes_is_refused(tree):
-    with pytest.raises(
-        ValueError, match=r"there is no tensor|is not valid there|not a key with a value"
-    ):
-        unflatten(tree, {})
-
-
-def test_a_tree_without_end_is_refused():
-    tree: list[object] = []
-    for _ in range(100_000):
-        tree = [tree]
-    with pytest.raises(ValueError, match="nested too deep"):
-        unflatten(tree, {})

@@ -12,8 +12,8 @@ from torch import nn
 from narrowcast.errors import CheckpointError
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
-from narrowcast.training.checkpoints.identity import first_difference
-from narrowcast.training.trainer import train
+from narrowcast.training.checkpoints.verify import first_difference
+from narrowcast.training.train_loop import train_loop
 
 POLICIES = ["fp32", "fp16", "bf16-pure", "bf16, params=bf16, master=split", "aggressive",
             "fp16, params=fp16, master=kahan"]  # fmt: skip
@@ -40,7 +40,7 @@ def judged(ready, policy="fp32", *, errors=ERRORS, begun=0, parts=None, **settin
 def course(made, **settings):
     """Train, and return the full weights and the average right after each evaluation."""
     found = {}
-    for record in train(made.prepared, made.task, made.recipe, **settings):
+    for record in train_loop(made.prepared, made.task, made.recipe, **settings):
         if isinstance(record, EvalRecord):
             found[record.step] = full(made)
     return found
@@ -141,7 +141,7 @@ def test_a_best_stays_as_long_as_a_checkpoint_counts_on_it_and_no_longer(ready, 
     errors = {step: 1 / step for step in range(2, 42, 2)}  # each better than all before
     made, _ = judged(ready, errors=errors, steps=40, checkpoint={"every": 5, "keep": 2})
     found = []
-    for record in train(made.prepared, made.task, made.recipe, folder=tmp_path):
+    for record in train_loop(made.prepared, made.task, made.recipe, folder=tmp_path):
         if isinstance(record, StepRecord) and (tmp_path / "best").exists():
             bests = kept_steps(tmp_path)
             found.append(len(bests))
@@ -156,7 +156,7 @@ def test_a_best_of_a_course_that_was_left_is_not_taken_for_one(ready, tmp_path):
     """Killed after its best of step 6, and continued from step 5 with rarer evaluations."""
     errors = {step: 1 / step for step in range(2, 22, 2)}
     made, _ = judged(ready, errors=errors, checkpoint={"every": 5, "keep": 2})
-    for record in train(made.prepared, made.task, made.recipe, folder=tmp_path):
+    for record in train_loop(made.prepared, made.task, made.recipe, folder=tmp_path):
         if isinstance(record, StepRecord) and record.step == 7:
             break
     assert kept_steps(tmp_path) == [4, 6]
@@ -183,7 +183,7 @@ def test_a_best_that_is_gone_is_said_and_the_run_can_go_on_without(ready, tmp_pa
     state = load_checkpoint(tmp_path / "checkpoints/step-000009")
     again, _ = judged(ready, begun=8)
     with pytest.raises(CheckpointError, match=r"add eval\.keep_best=false to export"):
-        train(again.prepared, again.task, again.recipe, folder=tmp_path, resume=state)
+        train_loop(again.prepared, again.task, again.recipe, folder=tmp_path, resume=state)
     without, _ = judged(ready, begun=8, eval={"every": 2})
     course(without, folder=tmp_path, resume=state)
     expected = {n: w for n, w in found[10]["weights"].items() if n != "second.weight"}
@@ -197,7 +197,7 @@ def test_a_run_that_kept_none_cannot_end_with_its_best(ready, tmp_path):
     state = load_checkpoint(latest(tmp_path / "checkpoints"))
     again, _ = judged(ready, steps=12)
     with pytest.raises(CheckpointError, match="cannot be switched on"):
-        train(again.prepared, again.task, again.recipe, folder=tmp_path, resume=state)
+        train_loop(again.prepared, again.task, again.recipe, folder=tmp_path, resume=state)
 
 
 def test_an_evaluation_that_is_no_number_is_no_best(ready, tmp_path):

@@ -10,8 +10,8 @@ from narrowcast.errors import CheckpointError, DivergedError
 from narrowcast.runs import EvalRecord, Metric, StepRecord, TaskInfo, same_trajectory
 from narrowcast.training.checkpoints.checkpoint import checkpoints, latest, load_checkpoint
 from narrowcast.training.checkpoints.export import results_are_whole
-from narrowcast.training.checkpoints.identity import first_difference
-from narrowcast.training.trainer import train
+from narrowcast.training.checkpoints.verify import first_difference
+from narrowcast.training.train_loop import train_loop
 
 # Evaluated every 2 steps: the best at step 6, and none better at 8, 10 and 12.
 ERRORS = {2: 0.9, 4: 0.8, 6: 0.5, 8: 0.6, 10: 0.5, 12: 0.7, 14: 0.1}
@@ -32,7 +32,7 @@ def stopping(ready, *, better="lower", errors=ERRORS, begun=0, **settings):
 
 
 def course(made, **settings):
-    return list(train(made.prepared, made.task, made.recipe, **settings))
+    return list(train_loop(made.prepared, made.task, made.recipe, **settings))
 
 
 def last_step(records):
@@ -109,4 +109,4 @@ def test_a_state_that_no_run_keeps_is_refused_by_name(ready, tmp_path):
     state["improvement"] = {"strange": 1}
     made = stopping(ready)
     with pytest.raises(CheckpointError, match="evaluation history from the checkpoint"):
-        train(made.prepared, made.task, made.recipe, resume=state)
+        train_loop(made.prepared, made.task, made.recipe, resume=state)

@@ -12,7 +12,7 @@ from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.hardware import Hardware
 from narrowcast.precision.plan.memory import repeated_blocks
 from narrowcast.precision.plan.plan import make_plan
-from narrowcast.training.step.compiling import compiled
+from narrowcast.training.step.stepping import compiled
 from narrowcast.workloads.lm.model import build_gpt
 from narrowcast.workloads.lm.settings import LmModel
 

@@ -6,9 +6,9 @@ import torch
 
 from narrowcast.errors import ConfigError
 from narrowcast.runs import Metric, StepRecord, TaskInfo
-from narrowcast.training.checkpoints.identity import first_difference
+from narrowcast.training.checkpoints.verify import first_difference
 from narrowcast.training.task import LossParts
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 
 PARTS = TaskInfo(metrics=(Metric(name="error"),), loss_parts=("near", "far"))
 
@@ -20,7 +20,7 @@ def in_parts(model, batch):
 
 
 def steps(made):
-    records = train(made.prepared, made.task, made.recipe)
+    records = train_loop(made.prepared, made.task, made.recipe)
     return [record for record in records if isinstance(record, StepRecord)]
 
 
@@ -111,7 +111,7 @@ def test_a_bad_step_of_several_scaled_losses_is_looked_into(ready):
 
     parts = {"loss": loss, "info": PARTS, "scaled_losses": ("near", "far")}
     made = ready("fp16", steps=1, parts=parts)
-    record = next(train(made.prepared, made.task, made.recipe))
+    record = next(train_loop(made.prepared, made.task, made.recipe))
     assert record.skip_reason.startswith("not finite: ")
 
 
@@ -159,9 +159,9 @@ def test_what_a_loss_was_computed_from_does_not_outlive_its_micro_batch(ready):
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
-        (lambda model, batch: {"loss": 1.0}, "returned a dict"),
+        (lambda model, batch: {"loss": 1.0}, "got a dict"),
         (lambda model, batch: model(batch[0]), r"got shape \(8, 1\)"),
-        (lambda model, batch: LossParts(total=0.5), r"loss of the task is 0\.5"),
+        (lambda model, batch: LossParts(total=0.5), r"got 0\.5"),
     ],
 )
 def test_a_loss_that_is_no_number_on_the_device_is_refused(ready, loss, why):

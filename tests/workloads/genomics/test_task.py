@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 import narrowcast as nc
 from narrowcast.runs import EvalRecord, StepRecord, same_trajectory
-from narrowcast.training.optimizers import build_optimizer
-from narrowcast.training.parameter_groups import get_groups
+from narrowcast.training.optimizers import build_optimizer, get_groups
 from narrowcast.workloads import build_task, load_recipe
 from narrowcast.workloads.genomics.build import build_parts, make_network
 from narrowcast.workloads.genomics.models.hyena import ImplicitFilter

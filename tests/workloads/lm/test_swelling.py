@@ -8,7 +8,7 @@ from narrowcast.hardware import Hardware
 from narrowcast.runs import FindingRecord, PrecisionRecord, StepRecord
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 from narrowcast.workloads import build_task, load_recipe
 
 SMALL = [
@@ -22,7 +22,7 @@ def run(*words):
     task = build_task(recipe, device=torch.device("cpu"))
     hardware = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
     planned = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)[0]
-    return list(train(prepare_recipe(recipe, task, plan=planned), task, recipe))
+    return list(train_loop(prepare_recipe(recipe, task, plan=planned), task, recipe))
 
 
 def of(kind, records):

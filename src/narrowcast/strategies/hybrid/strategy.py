@@ -20,12 +20,12 @@ from narrowcast.runs import EvalRecord, Record, StepRecord, StrategyRecord
 from narrowcast.strategies.hybrid.phases import PhaseCourse
 from narrowcast.strategies.hybrid.readout.choice import TRAINED
 from narrowcast.strategies.hybrid.readout.evaluation import Evaluation
-from narrowcast.training.strategy import Measure
+from narrowcast.training.strategy import Measure, Strategy
 from narrowcast.training.task import Task
 
 
 @final
-class HybridStrategy:
+class HybridStrategy(Strategy):
     """Follows the steps of a run; see `training.strategy.Strategy`."""
 
     def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:

@@ -24,10 +24,8 @@ from torch import Tensor
 from narrowcast.errors import CheckpointError
 from narrowcast.plain_files import read_plain
 from narrowcast.runs.records import CheckpointRecord
-from narrowcast.runs.shape import ANY, misfit
 from narrowcast.runs.writing import remove, remove_leftovers, write_text, written_atomically
-from narrowcast.training.checkpoints.tensor_file import write_tensors
-from narrowcast.training.checkpoints.tree import flatten, unflatten
+from narrowcast.training.checkpoints.tree import flatten, unflatten, write_tensors
 
 FORMAT = 1
 """Version of the layout; readers raise for any other."""
@@ -72,7 +70,7 @@ def write_snapshot(
     """
     began = time.perf_counter()
     step, tensors = taken.step, taken.tensors
-    path = _checkpoint_path(folder, step)
+    path = checkpoint_path(folder, step)
     last = latest(folder)
     hint = f"{last} is unchanged, resume from it" if last else "there is no earlier checkpoint"
     with written_atomically(path, hint=hint) as extra, _checksums(tensors) as checksums:
@@ -141,7 +139,8 @@ def checkpoint_bytes(path: Path) -> int:
 _NAME = re.compile(r"step-[0-9]{1,18}")
 
 
-def _checkpoint_path(folder: Path, step: int) -> Path:
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is."""
     return folder / f"step-{step:06d}"
 
 
@@ -176,65 +175,43 @@ def _newest_whole(folder: Path, *, before: Path) -> Path | None:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    described = _read_state(path / STATE)
+    tree, size, expected = _read_state(path / STATE)
     file = path / TENSORS
     if not file.is_file():
         raise _DamagedError(f"{file} is missing")
-    if (size := file.stat().st_size) != described["bytes"]:
-        raise _DamagedError(f"{file} must have {described['bytes']} bytes, got {size}")
+    if (actual := file.stat().st_size) != size:
+        raise _DamagedError(f"{file} must have {size} bytes, got {actual}")
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise _DamagedError(f"{file} cannot be read: {error}") from error
-    expected = described["sha256"]["tensors"]
     with _checksums(tensors) as checksums:
         results = checksums()
     if changed := sorted(name for name in expected if results.get(name) != expected[name]):
         raise _DamagedError(
             f"{file} was changed after it was written: {changed[0]} has other values"
         )
-    try:
-        state = unflatten(described["state"], tensors)
-    except ValueError as error:
-        raise _DamagedError(f"{path / STATE} is not a saved state: {error}") from error
-    if not isinstance(state, dict):
-        raise _DamagedError(f"{path / STATE} is not a saved state: it is not a mapping")
+    state: dict[str, Any] = unflatten(tree, tensors)
     return state
 
 
-def _read_state(file: Path) -> dict[str, Any]:
-    """Return the content of `state.json` after checking its checksum."""
+def _read_state(file: Path) -> tuple[Any, int, dict[str, str]]:
+    """Return the state, and the size and checksums of the tensors, from `state.json`."""
     if not file.is_file():
         raise _DamagedError(f"{file} is missing, so {file.parent} is not a checkpoint")
     try:
         described = json.loads(read_plain(file).decode())
-        # A cut or binary file: JSONDecodeError, UnicodeDecodeError.
-        if isinstance(described, dict) and described.get("format") not in (FORMAT, None):
+        if described["format"] != FORMAT:
             shown = str(described["format"])[:20]
             raise _DamagedError(f"{file} must have layout {FORMAT}, got {shown}")
-        if wrong := misfit(described, _SHAPE) or _lacking(described):
-            raise _DamagedError(f"{file} is not the state of a narrowcast checkpoint: {wrong}")
-        same = _checksum(described["state"]) == described["sha256"]["state"]
-    except (OSError, ValueError, RecursionError) as error:
+        tree, sums = described["state"], described["sha256"]
+        if _checksum(tree) != sums["state"]:
+            raise _DamagedError(f"{file} was changed after it was written")
+        return tree, described["bytes"], dict(sums["tensors"])
+    except (OSError, ValueError, RecursionError) as error:  # a cut or binary file
         raise _DamagedError(f"{file} cannot be read: {error}") from error
-    if not same:
-        raise _DamagedError(f"{file} was changed after it was written")
-    result: dict[str, Any] = described
-    return result
-
-
-_SHAPE = {
-    "format": int,
-    "bytes": int,
-    "sha256": {"state": str, "tensors": {ANY: str}},
-    "state": {ANY: object},
-}
-
-
-def _lacking(described: dict[str, Any]) -> str | None:
-    lacking = [key for key in _SHAPE if key not in described]
-    lacking += [key for key in ("state", "tensors") if key not in described.get("sha256", key)]
-    return f"it has no {lacking[0]}" if lacking else None
+    except (LookupError, TypeError) as error:
+        raise _DamagedError(f"{file} is not the state of a narrowcast checkpoint") from error
 
 
 def _checksum(tree: Any) -> str:

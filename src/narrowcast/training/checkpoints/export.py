@@ -21,8 +21,7 @@ from narrowcast.runs.folder import CHECKPOINTS, RECORDS
 from narrowcast.runs.lock import LOCK
 from narrowcast.runs.peek import peek_json
 from narrowcast.runs.writing import explain_write_error, replace_file, written_atomically
-from narrowcast.training.checkpoints.tensor_file import write_tensors
-from narrowcast.training.checkpoints.tree import flatten
+from narrowcast.training.checkpoints.tree import flatten, write_tensors
 from narrowcast.training.task import Task
 
 WEIGHTS = "model.safetensors"

@@ -10,8 +10,12 @@ from typing import final
 from narrowcast.config.common_sections import CheckpointSection
 from narrowcast.runs import Record
 from narrowcast.runs.records import CheckpointRecord
-from narrowcast.training.checkpoints.checkpoint import take_snapshot, write_snapshot
-from narrowcast.training.checkpoints.records_identity import RecordsDigest
+from narrowcast.training.checkpoints.checkpoint import (
+    checkpoint_path,
+    take_snapshot,
+    write_snapshot,
+)
+from narrowcast.training.checkpoints.resume import RecordsDigest
 from narrowcast.training.run_state import Progress, RunState
 from narrowcast.training.vital_signs import VitalSigns
 
@@ -76,7 +80,12 @@ class Saving:
     def save_if_lacking(self, progress: Progress) -> Iterator[Record]:
         """Save a checkpoint of the current step if there is none."""
         yield from self.settled()
-        if progress.step not in (0, self.last):
+        step = progress.step
+        if self._folder is None or step == 0:
+            return
+        # A run may be resumed into another folder than that of its checkpoint.
+        saved = checkpoint_path(self._folder / "checkpoints", step).is_dir()
+        if step != self.last or not saved:
             yield from self.save(progress)
             yield from self.settled()
 

@@ -5,9 +5,15 @@ lacks is an object with one key that starts with `$`.
 """
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
+
+from narrowcast.runs.writing import sync_file
 
 
 def flatten(state: Any, *, copied: bool = False) -> tuple[Any, dict[str, Tensor]]:
@@ -21,42 +27,21 @@ def flatten(state: Any, *, copied: bool = False) -> tuple[Any, dict[str, Tensor]
 
 
 def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the state that `flatten` was given; raise ValueError for any other tree."""
-    try:
-        return _unflatten(tree, tensors)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the state that `flatten` was given."""
     if isinstance(tree, list):
-        return [_unflatten(item, tensors) for item in tree]
+        return [unflatten(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
     match list(tree.items()):
-        case [("$tensor", str(name))]:
-            if name not in tensors:
-                raise ValueError(f"there is no tensor {name}")
+        case [("$tensor", name)]:
             return tensors[name]
-        case [("$float", str(text))] if text in _FLOATS:
+        case [("$float", text)]:
             return float(text)
-        case [("$tuple", list(items))]:
-            return tuple(_unflatten(item, tensors) for item in items)
-        case [("$dict", list(items))]:
-            return dict(_item(item, tensors) for item in items)
-    if strange := [key for key in tree if key.startswith("$")]:
-        raise ValueError(f"{strange[0]} is not valid there")
-    return {key: _unflatten(value, tensors) for key, value in tree.items()}
-
-
-_FLOATS = ("inf", "-inf", "nan")
-
-
-def _item(item: Any, tensors: dict[str, Tensor]) -> tuple[str | int, Any]:
-    match item:
-        case [(str() | int()) as key, value]:
-            return key, _unflatten(value, tensors)
-    raise ValueError("$dict has an entry that is not a key with a value")
+        case [("$tuple", items)]:
+            return tuple(unflatten(item, tensors) for item in items)
+        case [("$dict", items)]:
+            return {key: unflatten(value, tensors) for key, value in items}
+    return {key: unflatten(value, tensors) for key, value in tree.items()}
 
 
 class _SavedTensors:
@@ -117,3 +102,13 @@ def _checked_key(key: Any, path: tuple[object, ...]) -> str | int:
         return key
     where = "/".join(str(part) for part in path)
     raise TypeError(f"{where}: a checkpoint cannot hold a dict with a {type(key).__name__} as key")
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], *, metadata: dict[str, str]) -> None:
+    """Write and sync a safetensors file of contiguous CPU tensors; a full disk raises `OSError`."""
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:  # what its Rust part makes of a full disk
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else 0, str(error)) from error
+    sync_file(path)

@@ -5,18 +5,21 @@ Steps run eagerly or as CUDA graphs.
 
 import contextlib
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import UnsupportedError
 from narrowcast.health.diagnose.passes import eagerly
 from narrowcast.health.faults.faults import StepFaults
+from narrowcast.precision.plan.memory import repeated_blocks
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.products.emulated import TRACED_RIGHTLY
 from narrowcast.precision.step.cuda_graph import Between, GraphedStep, unsupported_reason
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.training.step.compiling import check_traceable, compiled
 from narrowcast.training.step.losses import Losses
 from narrowcast.training.task import Batch, LossParts, Task
 
@@ -131,3 +134,37 @@ def _wants_graph(prepared: Prepared, task: Task, recipe: Recipe) -> bool:
     # Who saves memory wants none held by a graph, and random numbers cannot be drawn again in one.
     small = small and prepared.plan.memory.requested.activation_checkpointing == "none"
     return not why and (recipe.cuda_graph or (recipe.cuda_graph is None and small))
+
+
+VERSIONS = 64
+"""Versions of a block that the compiler keeps before it silently runs the rest uncompiled. Its
+default of 8 is too few: every policy of a run needs three, to evaluate and to train, and so does
+every kind of block with an override."""
+
+
+def compiled(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """Compile the model's repeated blocks in place, or all of it, if the recipe says so."""
+    if recipe.compile:
+        import torch._dynamo  # two seconds, and most runs are not compiled
+
+        limits: Any = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, VERSIONS)
+        for block in [block for _, block in repeated_blocks(model)] or [model]:
+            block.compile()
+    return model
+
+
+def check_traceable(plan: Plan, recipe: Recipe) -> None:
+    """Raise if compiling would lose gradients or keep more memory than requested."""
+    emulated = plan.emulated or any(module.how == "emulated" for module in plan.modules)
+    if recipe.compile and emulated and not TRACED_RIGHTLY:
+        raise UnsupportedError(
+            "compile=true loses the gradients of emulated products with torch "
+            f"{torch.__version__}. Write compile=false, use torch 2.13, or a policy that this "
+            "machine runs natively."
+        )
+    if recipe.compile and plan.memory.requested.activation_checkpointing == "selective":
+        raise UnsupportedError(
+            "compile=true hides the matrix products that memory.activation_checkpointing=selective "
+            "keeps. Write memory.activation_checkpointing=blocks, or compile=false."
+        )

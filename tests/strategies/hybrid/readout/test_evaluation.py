@@ -69,7 +69,7 @@ def test_looks_beyond_the_budget_leave_the_last_choice_its_half():
 def test_all_are_evaluated_in_full_where_the_budget_pays_for_it():
     _, records, passes = counted(["strategy.readout.budget=1", "data.eval_windows=8"])
     assert passes == [3 * 4] * 3
-    assert all(record.why == "best loss of 3 read-outs" for record in told(records))
+    assert all(record.why == "best loss of 3 candidates" for record in told(records))
 
 
 def test_few_parts_are_not_looked_at_twice_where_that_costs_more():

@@ -11,11 +11,11 @@ from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.hardware import Hardware
 from narrowcast.runs import Metric, StepRecord, TaskInfo
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
-from narrowcast.training.checkpoints.identity import first_difference
+from narrowcast.training.checkpoints.verify import first_difference
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.task import Task
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 from narrowcast.workloads.sft.ica import (
     ICA,
     Percentile,
@@ -83,7 +83,7 @@ class Course:
         self.prepared = prepare_recipe(self.recipe, self.task, plan=plan)
 
     def run(self, folder=None, *, steps=6, resume=None):
-        records = train(self.prepared, self.task, self.recipe, folder=folder, resume=resume)
+        records = train_loop(self.prepared, self.task, self.recipe, folder=folder, resume=resume)
         for record in records:
             if isinstance(record, StepRecord) and record.step == steps:
                 break

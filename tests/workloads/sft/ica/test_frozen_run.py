@@ -7,11 +7,11 @@ from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.hardware import Hardware
 from narrowcast.runs import Metric, StepRecord, TaskInfo
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
-from narrowcast.training.checkpoints.identity import first_difference
+from narrowcast.training.checkpoints.verify import first_difference
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.task import Task
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 from narrowcast.workloads.sft.ica import Freeze
 
 CHOSEN = {0: (1, 5), 2: (0, 15)}
@@ -50,7 +50,7 @@ def frozen_run(model, policy, folder=None, *, steps=6, resume=None):
     anywhere = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
     plan = plan_phases(recipe, model, hardware=anywhere, gemm_rows=16)[0]
     prepared = prepare_recipe(recipe, task, plan=plan)
-    for record in train(prepared, task, recipe, folder=folder, resume=resume):
+    for record in train_loop(prepared, task, recipe, folder=folder, resume=resume):
         if isinstance(record, StepRecord) and record.step == steps:
             break
     return prepared

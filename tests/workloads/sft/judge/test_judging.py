@@ -14,7 +14,7 @@ from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.task import Task
-from narrowcast.training.trainer import train
+from narrowcast.training.train_loop import train_loop
 from narrowcast.workloads.sft.data.prepare import prepare_data
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.judge.exact_match import answer
@@ -93,7 +93,7 @@ def run(model, judge, data, folder, *, steps=STEPS, policy="fp32", resume=None):
     plan = plan_phases(recipe, model, hardware=anywhere, gemm_rows=64)[0]
     prepared = prepare_recipe(recipe, task, plan=plan)
     records = []
-    for record in train(prepared, task, recipe, folder=folder, resume=resume):
+    for record in train_loop(prepared, task, recipe, folder=folder, resume=resume):
         records.append(record)
         if isinstance(record, StepRecord) and record.step == steps < STEPS:
             break

@@ -15,16 +15,20 @@ from typing import Any, final
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from narrowcast.config.common_sections import EvalSection
+from narrowcast.config.sections import Recipe
 from narrowcast.errors import CheckpointError
 from narrowcast.plain_files import open_plain
 from narrowcast.precision.nested import map_tensors
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.saved_state import collect_weights, put_weights
+from narrowcast.runs import Record, TaskInfo
+from narrowcast.runs.improvement import Improvement
 from narrowcast.runs.writing import written_atomically
 from narrowcast.training.checkpoints.checkpoint import checkpoint_step, checkpoints
+from narrowcast.training.checkpoints.export import RunEnd
 from narrowcast.training.checkpoints.frozen import FrozenWeights
-from narrowcast.training.checkpoints.tensor_file import write_tensors
-from narrowcast.training.checkpoints.tree import flatten, unflatten
+from narrowcast.training.checkpoints.tree import flatten, unflatten, write_tensors
 
 FOLDER = "best"
 _NAME = re.compile(r"step-([0-9]{1,18})\.safetensors")
@@ -153,3 +157,45 @@ def _remove_useless(folder: Path, *, before: int, now: int) -> None:
             needed.update([step for step in own if step < saved][-1:])
         for step in results.keys() - needed:
             results[step].unlink(missing_ok=True)
+
+
+def run_end(stopping: "EarlyStopping", recipe: Recipe, *, step: int) -> RunEnd:
+    """Return how a run ends at `step`, and which weights it exports."""
+    requested, best = recipe.steps, stopping.improvement
+    return RunEnd(
+        step=step,
+        requested_steps=requested,
+        why=stopping.why if step < requested else "",
+        exported=best.best_step if recipe.eval.keep_best else 0,
+        measured={stopping.metric.name: best.best},
+        extendable=not recipe.depends_on_steps,
+    )
+
+
+@final
+class EarlyStopping:
+    """Whether evaluations still improve, by `eval.patience`."""
+
+    def __init__(self, settings: EvalSection, info: TaskInfo) -> None:
+        self._settings, self.metric = settings, info.headline
+        self.improvement = Improvement()
+        """The best evaluation so far, and the number of evaluations since."""
+
+    def note(self, record: Record) -> None:
+        """Take note of a record; called in order."""
+        self.improvement = self.improvement.after(
+            record, metric=self.metric, min_delta=self._settings.min_delta
+        )
+
+    @property
+    def why(self) -> str:
+        """Why the run ends here; empty while it continues."""
+        return self.improvement.why_over(metric=self.metric, patience=self._settings.patience)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return self.improvement.to_json()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict()`."""
+        self.improvement = Improvement(**state)
