@@ -1,6 +1,6 @@
 import pytest
 
-from narrowcast.runs.peek import open_plain, peek_json
+from narrowcast.runs.strict_json import open_plain, peek_json
 
 
 def test_json_that_is_there_is_returned(tmp_path):

@@ -58,7 +58,7 @@ def test_a_run_whose_last_evaluation_is_not_finite_has_diverged_with_all_it_has_
     found = next(r for r in records if isinstance(r, FindingRecord))
     assert found.why.endswith("on weights that are finite")
     assert said.startswith("The run has diverged: its last evaluated error is nan. Try a lower opt")
-    assert said.endswith("was not written; the weights are in the last checkpoint")
+    assert said.endswith("was not written. The weights are in the last checkpoint")
     assert not (tmp_path / "model.safetensors").exists()
 
     again = ready(steps=4)  # whose evaluation would be finite

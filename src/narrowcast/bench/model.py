@@ -94,10 +94,7 @@ def with_policy(recipe: Recipe, policy: str) -> Recipe:
 
 
 def set_up(recipe: Recipe) -> Workbench:
-    """Build the model and its batches on the recipe's device.
-
-    The learning rate is constant: peers have no schedule, and losses must be comparable.
-    """
+    """Build the model and its batches; the learning rate is constant, as for peers."""
     recipe = recipe.model_copy(update={"lr_schedule": LrScheduleSection()})
     device = recipe_device(recipe)
     task = build_task(recipe, device=device)

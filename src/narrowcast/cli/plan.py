@@ -45,10 +45,10 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
         print_task_row,
         titles,
     )
-    from narrowcast.runner.plan_json import strategy_row
+    from narrowcast.runner.assemble import strategy_row
 
     if as_json:
-        from narrowcast.runner.plan_json import plan_json
+        from narrowcast.runner.assemble import plan_json
         from narrowcast.runs import strict_json
 
         info = plan_json(loaded.recipe, plans, task_row=by_task.row)

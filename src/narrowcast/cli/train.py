@@ -39,7 +39,7 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
     with out_dir(loaded.recipe.name, out) as place, working(console, "building the model"):
         from narrowcast.cli.run_loop import introduce, run_loop
         from narrowcast.cli.view.plan_view import print_strategy, print_task_row
-        from narrowcast.runner.plan_json import strategy_row
+        from narrowcast.runner.assemble import strategy_row
         from narrowcast.runner.run import train as begin
 
         ready = begin(loaded, out=place.path)

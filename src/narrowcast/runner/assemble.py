@@ -1,6 +1,6 @@
 """From a recipe to a prepared model; errors are raised before anything is trained."""
 
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,17 @@ from narrowcast.config.files import check_files
 from narrowcast.config.phases import PhaseSection
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import Hardware, detect_hardware
+from narrowcast.numerics import FORMATS
 from narrowcast.precision.plan.plan import Plan, with_losses
 from narrowcast.precision.plan.policy import Policy, policy_from
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.phrases import size
 from narrowcast.runs import Record
 from narrowcast.strategies.hybrid.phase_formats import phase_policies
+from narrowcast.strategies.hybrid.plan import STRATEGY, described
 from narrowcast.strategies.hybrid.strategy import HybridStrategy
 from narrowcast.training.data import Order
-from narrowcast.training.phase_plans import each_phase, get_phases, plan_phases
+from narrowcast.training.phase_plans import each_phase, get_phases, phases_json, plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.strategy import PLAIN, Strategy
 from narrowcast.training.task import Task
@@ -121,3 +123,18 @@ def _require_memory(plan: Plan) -> None:
             f"({hardware.device}) has {size(hardware.memory_bytes)}. Use a smaller model, or fewer "
             "bytes per weight, for example precision.policy=bf16-pure."
         )
+
+
+def plan_json(
+    recipe: Recipe, plans: Sequence[Plan], *, task_row: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the plan a run starts with, its phases, its task's row and its strategy."""
+    info = phases_json(recipe, plans, task_row=task_row)
+    strategy = strategy_row(recipe, plans[0])
+    return info if strategy is None else {**info, STRATEGY: strategy}
+
+
+def strategy_row(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
+    """Return the strategy of a run as plain data; None for plain training."""
+    grads = FORMATS[plan.policy.grads_format].bytes if plan.policy.params != "fp32" else 4
+    return described(recipe, trained_weights=round(plan.bytes.get("grads", 0) / grads))

@@ -84,10 +84,7 @@ def continued(
 def notices(
     run: RunFolder, before: Recipe, after: Recipe, *, plan: Plan, dropped: str = ""
 ) -> list[str]:
-    """Return notices about how the rest of a resumed run will differ.
-
-    `dropped` are settings of the folder that the checkpoint does not have.
-    """
+    """Return notices about how the rest of a resumed run will differ."""
     result = []
     falls = after.lr_schedule.name != "constant"
     if before.steps != after.steps and after.lr_schedule.warmup_ratio:

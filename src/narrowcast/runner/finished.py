@@ -23,10 +23,7 @@ REPORT_DUE = ".report-due"
 
 
 def finished(folder: str | Path, overrides: Sequence[str] = ()) -> RunEnd | None:
-    """Return where the run in `folder` ended if nothing is left to do, else None.
-
-    Raises for the same problems as resuming: a damaged checkpoint, settings that may not change.
-    """
+    """Return where the run in `folder` ended if nothing is left to do, else None."""
     with RunFolder.open(folder) as run:
         last = latest(run.checkpoints)
         if last is None or not _has_final_report(run.path):

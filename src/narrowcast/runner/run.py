@@ -26,7 +26,7 @@ from narrowcast.hardware.randomness import OwnRandomness
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.trackers import Trackers, open_trackers, require_trackers
-from narrowcast.runner.assemble import Assembled, assemble, check_settings, planned
+from narrowcast.runner.assemble import Assembled, assemble, check_settings, plan_json, planned
 from narrowcast.runner.by_task import decided
 from narrowcast.runner.changes import (
     PLAN,
@@ -37,7 +37,6 @@ from narrowcast.runner.changes import (
 )
 from narrowcast.runner.finished import report_is_due, require_places, write_due_report
 from narrowcast.runner.out_dir import check_one_process, require_no_run
-from narrowcast.runner.plan_json import plan_json
 from narrowcast.runner.progress import RunProgress, find_display
 from narrowcast.runs import (
     EvalRecord,
@@ -426,10 +425,7 @@ def plan_recipe(
 
 
 def _reported(folder: Path) -> tuple[Path | None, list[str]]:
-    """Write the report of a run that ends early; return it, and lines about problems.
-
-    An error in the report must not hide why the run ends.
-    """
+    """Write the report of a run that ends early; return it or the lines of its error."""
     try:
         return write_due_report(folder), []
     except NarrowcastError as error:
@@ -449,10 +445,7 @@ def _loaded(recipe: str | Path | LoadedRecipe, overrides: Iterable[str]) -> Load
 
 
 def _with_baseline(recipe: Recipe, records: Generator[Record]) -> Generator[Record]:
-    """Train the recipe without its strategy first; yield its evaluations, then `records`.
-
-    The evaluations are records of step 0, so that a resumed run has them and no step counts twice.
-    """
+    """Train without the strategy first; yield its evaluations as records of step 0."""
     without = recipe.strategy.model_copy(update={"enabled": False})
     plain = recipe.model_copy(update={"strategy": without, "trackers": ()})
     assembled, seconds = assemble(plain), 0.0

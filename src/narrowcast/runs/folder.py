@@ -159,11 +159,7 @@ class RunFolder:
             self.write_json(TASK, info.to_json())
 
     def add_session(self, environment: dict[str, Any]) -> list[str]:
-        """Add the environment of a process that resumes this run.
-
-        Earlier ones that cannot be read are moved aside, and the returned notice says so: no step
-        depends on them.
-        """
+        """Add the environment of a process that resumes this run; return notices about it."""
         try:
             result = self.read_json(ENVIRONMENT)
         except CheckpointError:

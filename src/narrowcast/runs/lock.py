@@ -87,10 +87,7 @@ class Lock:
 
 
 def is_held(path: Path) -> bool | None:
-    """Return whether the lock at `path` is held; None if the system cannot say.
-
-    Does not take the lock, so that a run that starts at this moment gets it.
-    """
+    """Return whether the lock is held, without taking it; None if the system cannot say."""
     if _is_held_here(path):
         return True
     layout = _FLOCK.get(sys.platform)

@@ -79,10 +79,7 @@ class RecordsFile:
         self._lock.release()
 
     def _open(self, ended: list[tuple[Record, int]] | None = None) -> int:
-        """Return the file open and locked for writing, its last line complete.
-
-        `ended` is its content, if it was read already.
-        """
+        """Return the file open and locked for writing; `ended` is its content if known."""
         if self._file is not None:
             return self._file
         self._lock.acquire()

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from narrowcast.plain_files import open_plain
+from narrowcast.runs import strict_json
 
 NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 """Nonfinite numbers by their string."""
@@ -39,3 +44,14 @@ def _plain(value: object) -> object:
 
 def _raise_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
+
+
+def peek_json(path: Path, *, most_bytes: int) -> Any:
+    """Return the content of `path`, or None if it is missing, too large or not JSON."""
+    try:
+        with open_plain(path) as file:
+            if os.fstat(file.fileno()).st_size > most_bytes:
+                return None
+            return strict_json.loads(file.read().decode())
+    except (OSError, ValueError, RecursionError):
+        return None

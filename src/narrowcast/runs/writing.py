@@ -58,10 +58,7 @@ def written_atomically(path: Path, *, hint: str) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder if it exists.
-
-    A folder is renamed first, so that a half-removed one never has its name.
-    """
+    """Remove a file, link or folder; a folder is renamed first, so it is never half removed."""
     if path.is_dir() and not path.is_symlink():
         doomed = _free_name(path, "removed")
         path.rename(doomed)

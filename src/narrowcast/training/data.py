@@ -28,8 +28,7 @@ Collate: TypeAlias = Callable[[Any], Batch]
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Which samples are in batch k. Each epoch is a new permutation, without its last partial
-    batch."""
+    """Samples of batch k; each epoch is a new permutation without its partial last batch."""
 
     samples: int
     batch_size: int

@@ -42,11 +42,7 @@ def evaluate(prepared: Prepared, task: Task) -> dict[str, float]:
 def not_finite(
     metrics: Mapping[str, float], weights: str, *, step: int, lr: str
 ) -> Iterator[FindingRecord]:
-    """Yield a finding for weights, and one for metrics, that are not finite.
-
-    Weights can be nonfinite although every such gradient was skipped: an update can overflow by
-    itself.
-    """
+    """Yield findings for nonfinite weights, which an update can cause, and for metrics."""
     if weights:
         yield _finding(
             step,

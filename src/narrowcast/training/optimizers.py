@@ -132,11 +132,7 @@ def layerwise_decay(stages: Sequence[nn.Module], *, decay: float) -> list[Parame
 
 
 def as_torch_groups(group: ParameterGroup, settings: OptimizerSection) -> list[dict[str, Any]]:
-    """Return the torch parameter groups of one group.
-
-    By default weight decay applies to parameters of two or more dimensions, not to biases and norm
-    gains.
-    """
+    """Return torch parameter groups; by default biases and norm gains have no weight decay."""
     trained = [p for p in group.parameters if p.requires_grad]
     lr = settings.lr if group.lr is None else group.lr
     own = group.weight_decay

@@ -95,10 +95,7 @@ class RunState:
         }
 
     def require_own(self, state: dict[str, Any], *, accept: Collection[str] = ()) -> None:
-        """Raise if this run cannot continue from a checkpoint; load nothing.
-
-        If `accept` has "data", other training data is allowed and becomes a finding.
-        """
+        """Raise if this run cannot continue from a checkpoint; `accept` may have "data"."""
         step = state["step"]
         self._frozen.identify()
         wanted = [*self._parts, "data", "settings", "records"]

@@ -117,10 +117,7 @@ def lr_factors(
     frozen_until: Sequence[float],
     stretch: float = 1.0,
 ) -> list[Callable[[int], float]]:
-    """Return the factor of each parameter group, 0 while the group is frozen.
-
-    With a learning rate of 0, AdamW neither moves nor decays a weight.
-    """
+    """Return the factor of each parameter group, 0 while the group is frozen."""
     factor = lr_factor(settings, steps, stretch=stretch)
 
     def after(share: float) -> Callable[[int], float]:

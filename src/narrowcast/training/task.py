@@ -34,8 +34,7 @@ class MapDataset(Protocol):
         ...
 
     def __getitems__(self, indices: list[int], /) -> Any:
-        """Return the samples of `indices` in that order, on the CPU: stacked, or as a list to
-        collate."""
+        """Return samples in that order, on the CPU: stacked, or as a list to collate."""
         ...
 
 

@@ -120,10 +120,7 @@ class _TrainLoop:
         self._progress = Progress()
 
     def restore(self, state: dict[str, Any] | None, *, accept: Collection[str]) -> None:
-        """Restore a checkpoint's state, or raise if this run is not its continuation.
-
-        Fingerprints the data here, before it can change.
-        """
+        """Restore a checkpoint's state, or raise; fingerprint the data before it can change."""
         if state is None:
             if self._folder is not None or self._recipe.eval.keep_best:
                 self._state.identify()

@@ -48,10 +48,7 @@ class VitalSigns:
         self._vitals = self._vitals.after(record, headline=self._headline)
 
     def good_until(self, step: int) -> int:
-        """Return the last step with a good checkpoint, before that of `step` is saved.
-
-        Good checkpoints are not removed to make room for ones with nonfinite weights.
-        """
+        """Return the last step whose checkpoint must not make room for nonfinite ones."""
         if not bad_weights(self._prepared):
             self._bad_from = 0
             return step

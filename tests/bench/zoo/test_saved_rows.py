@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from narrowcast.bench.zoo.saved_rows import SavedRows
+from narrowcast.bench.zoo.running import SavedRows
 from narrowcast.bench.zoo.ways import AMP, BF16, ZooTrial
 from narrowcast.errors import ConfigError
 

@@ -83,10 +83,7 @@ class PixelAttention(nn.Module):
 
 
 class UNet(nn.Module):
-    """Predict the noise in images, as diffusion models do.
-
-    `widths` has one width for each resolution; the lowest has attention.
-    """
+    """Predicts the noise in images; one width per resolution, attention at the lowest."""
 
     def __init__(self, widths: Sequence[int], *, channels: int = 3, heads: int = 4) -> None:
         super().__init__()

@@ -104,10 +104,7 @@ class ZooTrial:
 
 
 def trials(models: Iterable[str], *, ways: Iterable[str], modes: Iterable[str]) -> list[ZooTrial]:
-    """Return the rows, model by model; AMP, the baseline, comes first.
-
-    `ways` has kinds, names of single ways, or both.
-    """
+    """Return the rows, model by model, AMP first; `ways` has kinds or single ways."""
     ways, modes = _known(ways, (*KINDS, *WAYS), "--ways"), _known(modes, MODES, "--modes")
     rows = [
         ZooTrial(model=model, way=way.name, mode=mode)

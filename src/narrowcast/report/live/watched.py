@@ -24,7 +24,7 @@ from narrowcast.runs.folder import ENVIRONMENT, RECORDS, RESOLVED, TASK
 from narrowcast.runs.follow import Follower, News
 from narrowcast.runs.improvement import delta_in
 from narrowcast.runs.lock import LOCK, is_held
-from narrowcast.runs.peek import peek_json
+from narrowcast.runs.strict_json import peek_json
 from narrowcast.runs.task_info import BEFORE_TASK_JSON, TaskInfo
 
 LOOK_SECONDS = 0.25

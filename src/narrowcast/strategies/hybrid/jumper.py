@@ -48,10 +48,7 @@ class JumpResult:
 
 
 def attempt_cost(batches: int, *, rounds: int = 4) -> float:
-    """Return the cost of one prediction and rounds of losses: four where the jump is rejected.
-
-    Predicting for a million weights took a CPU as long as a forward pass of 300 to 600 rows.
-    """
+    """Return the forward passes of one prediction and `rounds` of losses."""
     return 1.0 + rounds * batches
 
 

@@ -64,10 +64,7 @@ def save_checkpoint(
 def write_snapshot(
     folder: Path, taken: Snapshot, *, keep: int = 2, good_until: int | None = None
 ) -> CheckpointRecord:
-    """Write a checkpoint, then remove all but this one and the `keep` newest up to `good_until`.
-
-    If it cannot be written, older checkpoints are untouched and the error names the newest.
-    """
+    """Write a checkpoint, then remove all but it and the `keep` newest up to `good_until`."""
     began = time.perf_counter()
     step, tensors = taken.step, taken.tensors
     path = checkpoint_path(folder, step)
@@ -95,10 +92,7 @@ def write_snapshot(
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the state in `path`, tensors on the CPU, after checking every checksum.
-
-    A damaged checkpoint raises `CheckpointError`, which names the newest older one that is intact.
-    """
+    """Return the checked state in `path`, on the CPU; an error names an older intact one."""
     try:
         return _load(path)
     except _DamagedError as damage:

@@ -19,7 +19,7 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.folder import CHECKPOINTS, RECORDS
 from narrowcast.runs.lock import LOCK
-from narrowcast.runs.peek import peek_json
+from narrowcast.runs.strict_json import peek_json
 from narrowcast.runs.writing import explain_write_error, replace_file, written_atomically
 from narrowcast.training.checkpoints.tree import flatten, write_tensors
 from narrowcast.training.task import Task

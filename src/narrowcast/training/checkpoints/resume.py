@@ -45,10 +45,7 @@ def latest_state(run: RunFolder) -> dict[str, Any] | None:
 
 
 def rewind_to(run: RunFolder, state: dict[str, Any] | None) -> list[Record]:
-    """Drop the records after a checkpoint, or all; return the rest.
-
-    If the run was killed between saving the checkpoint and recording it, its record is added.
-    """
+    """Drop the records after a checkpoint, or all; add its own record if it is missing."""
     if state is None:
         return run.rewind(BEFORE_ALL)
     step, saved = int(state["step"]), state.get("records", {})

@@ -22,10 +22,7 @@ from narrowcast.training.vital_signs import VitalSigns
 
 @final
 class Saving:
-    """Saves the state of a run, one checkpoint at a time.
-
-    In the background, training waits only until the state is on the host, and a thread writes it.
-    """
+    """Saves the state of a run, one checkpoint at a time; a thread may write it."""
 
     def __init__(
         self,

@@ -93,11 +93,7 @@ def verify_resume(
 
 
 def difference_between(a: Path, b: Path, *, but: Collection[str] = ()) -> str | None:
-    """Return where two finished runs first differ: records, last checkpoint, exported weights.
-
-    Parts of the checkpoint in `but` are not compared, nor the checksum of the records, which have
-    times.
-    """
+    """Return where two finished runs first differ, except in parts of the state named `but`."""
     with RunFolder.open(a) as one, RunFolder.open(b) as other:
         if text := _record_difference(one.records(), other.records()):
             return text

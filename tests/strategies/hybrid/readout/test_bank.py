@@ -4,7 +4,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import ConfigError
-from narrowcast.strategies.hybrid.readout.bank import SMALL, AverageBank, steps_between
+from narrowcast.strategies.hybrid.readout.choice import SMALL, AverageBank, steps_between
 
 
 def prepared(policy="fp32", *, width=3):

@@ -42,11 +42,7 @@ class Race:
         return {name: mean(self.seen[name]) for name in self.left}
 
     def scores(self, chosen: str, *, at: float | None = None) -> dict[str, float]:
-        """Return the score of each, given that `chosen` scores `at`, by default its mean.
-
-        The others differ by their mean difference on shared batches, so that those dropped early
-        can be compared.
-        """
+        """Return scores if `chosen` scores `at`; others differ as on shared batches."""
         own = self.seen[chosen]
         at = mean(own) if at is None else at
         differences = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.runs import ReportSection, strict_json
-from narrowcast.runs.peek import peek_json
+from narrowcast.runs.strict_json import peek_json
 from narrowcast.runs.strict_json import NONFINITE
 from narrowcast.runs.writing import written_atomically
 
