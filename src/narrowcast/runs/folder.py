@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, final
 
 from narrowcast.errors import CheckpointError, ConfigError
@@ -200,12 +199,7 @@ class RunFolder:
         """Return the folder."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Close the folder."""
         self.close()
 

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from itertools import count
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
@@ -131,12 +130,7 @@ class BatchStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

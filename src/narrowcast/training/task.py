@@ -247,19 +247,11 @@ class Task:
     @torch.no_grad()
     def before_first_step(self, prepared: Prepared) -> None:
         """Call the hooks of a run that starts."""
-        for hook in self.hooks:
-            if hook.before_first_step is not None:
-                with blamed_on(f"before_first_step of the task's hook {hook.name!r}"):
-                    hook.before_first_step(prepared)
+        self._call_hooks("before_first_step", prepared)
 
     def notices(self) -> list[str]:
         """Return the lines that hooks report when a run starts or is resumed."""
-        lines: list[str] = []
-        for hook in self.hooks:
-            if hook.notices is not None:
-                with blamed_on(f"notices of the task's hook {hook.name!r}"):
-                    lines += hook.notices()
-        return lines
+        return [line for lines in self._call_hooks("notices") for line in lines]
 
     @property
     def edits_gradients(self) -> bool:
@@ -271,15 +263,17 @@ class Task:
         """Unscale the gradients if a hook needs them, and call the hooks."""
         if self.edits_gradients:
             prepared.unscale()
-        for hook in self.hooks:
-            if hook.after_backward is not None:
-                with blamed_on(f"after_backward of the task's hook {hook.name!r}"):
-                    hook.after_backward(prepared)
+            self._call_hooks("after_backward", prepared)
 
     @torch.no_grad()
     def after_step(self, prepared: Prepared, outcome: Outcome) -> None:
         """Call the hooks after a step was queued."""
+        self._call_hooks("after_step", prepared, outcome.applied_on_device)
+
+    def _call_hooks(self, name: str, *arguments: object) -> list[Any]:
+        results = []
         for hook in self.hooks:
-            if hook.after_step is not None:
-                with blamed_on(f"after_step of the task's hook {hook.name!r}"):
-                    hook.after_step(prepared, outcome.applied_on_device)
+            if (call := getattr(hook, name)) is not None:
+                with blamed_on(f"{name} of the task's hook {hook.name!r}"):
+                    results.append(call(*arguments))
+        return results
