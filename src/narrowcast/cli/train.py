@@ -40,9 +40,9 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
         from narrowcast.cli.run_loop import introduce, run_loop
         from narrowcast.cli.view.plan_view import print_strategy, print_task_row
         from narrowcast.runner.assemble import strategy_row
-        from narrowcast.runner.run import train as begin
+        from narrowcast.runner.run import train as start_run
 
-        ready = begin(loaded, out=place.path)
+        ready = start_run(loaded, out=place.path)
     with ready as run:
         introduce(console, run.recipe, plan=run.plan, notes=run.task.info.notes, folder=str(place))
         if run.task_row is not None:
@@ -86,13 +86,13 @@ def resume(folder: str, overrides: tuple[str, ...], accept: tuple[str, ...], qui
     with working(console, "loading the run"):
         from narrowcast.cli.run_loop import already_done, introduce, run_loop
         from narrowcast.runner.finished import finished
-        from narrowcast.runner.run import resume as take_up
+        from narrowcast.runner.run import resume as resume_run
 
         if not accept and (end := finished(folder, overrides)):
             outlive_output(False)  # there is no run to keep alive, only an answer
             already_done(console, Path(folder), end=end)
             return
-        ready = take_up(folder, overrides, accept=accept)
+        ready = resume_run(folder, overrides, accept=accept)
     with ready as run:
         introduce(console, run.recipe, plan=run.plan, notes=run.task.info.notes, folder=folder)
         step = run.resumed_from

@@ -14,8 +14,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from narrowcast.config.strategy import ReadoutSection
 from narrowcast.config.sections import Recipe
+from narrowcast.config.strategy import ReadoutSection
 from narrowcast.errors import ConfigError, blamed_on
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
