@@ -141,7 +141,7 @@ def _other_formats(run: RunFolder, plan: Plan) -> list[str]:
     try:
         was = run.read_json(PLAN)
     except CheckpointError:
-        return [f"{PLAN} is damaged, so it is not known whether the formats run as before"]
+        return [f"{PLAN} was damaged, so it is not known whether the formats run as before"]
     # `plan` is that of the first phase, and knows neither task nor strategy.
     residuals = ("phases", TASK_ROW, STRATEGY)
     was = {key: was[key] for key in was if key not in residuals}

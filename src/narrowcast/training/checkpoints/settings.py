@@ -67,7 +67,7 @@ def decisive_differences(
 def difference_text(keys: list[str], saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Return differences as one line of text."""
     each = [
-        f"{key} is {_shown(saved, key)} in the checkpoint and {_shown(here, key)} now"
+        f"{key} is {_shown(saved, key)} in the checkpoint and {_shown(here, key)} here"
         for key in keys[:SHOWN]
     ]
     more = [f"{len(keys) - SHOWN} more"] if len(keys) > SHOWN else []

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.runs import ReportSection, strict_json
-from narrowcast.runs.strict_json import peek_json
-from narrowcast.runs.strict_json import NONFINITE
+from narrowcast.runs.strict_json import NONFINITE, peek_json
 from narrowcast.runs.writing import written_atomically
 
 SAMPLES, JUDGED = "samples.json", "judged.json"
