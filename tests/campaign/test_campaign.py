@@ -1,4 +1,4 @@
-"""A few cases of every kind of the hostile campaign; `benchmarks/campaign.py` has thousands."""
+"""One case of every kind of attack; `benchmarks/campaign.py` has thousands."""
 
 import json
 import os
@@ -9,63 +9,22 @@ from pathlib import Path
 import pytest
 
 CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "campaign.py"
-GROUPS = {
-    "what is read": (
-        "words",
-        "policies",
-        "recipe files",
-        "recipes that are none",
-        "command lines",
-        "texts that are none",
-        "names of texts",
-    ),
-    "kills and signals": (
-        "killed in a step",
-        "killed in a checkpoint",
-        "killed in the export",
-        "killed in the report",
-        "asked to stop",
-    ),
-    "damage and disks": (
-        "damaged, resumed",
-        "records damaged, resumed",
-        "stray checkpoints",
-        "damaged, reported",
-        "damaged, compared",
-        "no file may grow",
-        "disk full",
-    ),
-    "others": (
-        "streams lost in a run",
-        "streams lost by an answer",
-        "several at once",
-        "other data",
-        "settings edited",
-        "settings given",
-        "checkpoint of another run",
-        "folder taken away",
-    ),
-}
-CASES = {"what is read": 2, "kills and signals": 1, "damage and disks": 1, "others": 1}
-"""Of each kind: less than a minute for all on one core."""
-SECONDS = 100
-"""Far more than they take: a busy machine tries as many as an idle one."""
+CAMPAIGN_SECONDS = 600
+"""Far more than one case of each kind takes: a busy machine tries as many as an idle one."""
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_nothing_is_lost_hangs_differs_or_ends_without_a_word(group, tmp_path):
+@pytest.mark.timeout(2 * CAMPAIGN_SECONDS)
+def test_commands_survive_one_attack_of_every_kind(tmp_path):
     figures = tmp_path / "figures.json"
-    chosen = [word for kind in GROUPS[group] for word in ("--only", kind)]
-    words = [*chosen, "--cases", str(CASES[group]), "--workers", "1"]
-    bounds = ["--seconds", str(SECONDS), "--json", str(figures)]
+    bounds = ["--cases", "1", "--seconds", str(CAMPAIGN_SECONDS), "--seed", "0"]
     # As a user has it: no kernels on a CPU, rather than those of the interpreter.
     known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(CAMPAIGN), *words, *bounds, "--seed", "0"],
+        [sys.executable, str(CAMPAIGN), *bounds, "--workers", "1", "--json", str(figures)],
         capture_output=True,
         text=True,
         env=known,
     )
-    found = json.loads(figures.read_text()) if figures.exists() else {}
-    assert found.get("failures") == [], done.stdout + done.stderr
-    assert {row["kind"] for row in found["rows"] if row["tried"]} >= set(GROUPS[group])
+    result = json.loads(figures.read_text()) if figures.exists() else {}
+    assert result.get("failures") == [], done.stdout + done.stderr
+    assert all(row["tried"] for row in result["rows"])

@@ -1,9 +1,9 @@
 """A command line with the two verbs that `verify_resume` uses, for the sine task.
 
-    sine_program.py train [forgetful] [broken] KEY=VALUE … --out DIR
+    sine_program.py train [broken] KEY=VALUE … --out DIR
     sine_program.py resume DIR
 
-A forgetful run does not restore the random generators; a broken one ends with exit code 3.
+A broken run ends with exit code 3.
 """
 
 import sys
@@ -40,8 +40,6 @@ def main(verb, *words):
     task = sine_task()
     planned = make_plan(task.model, "fp16", hardware=EMULATING)
     prepared = prepare_recipe(recipe, task, plan=planned)
-    if "forgetful" in words and state is not None:
-        state["random"]["torch"] = torch.get_rng_state()
     records = train_loop(prepared, task, recipe, folder=Path(run.path), resume=state)
     with run:
         if verb == "resume":

@@ -1,3 +1,4 @@
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -49,12 +50,18 @@ def test_a_record_too_few_is_named(verified, tmp_path):
     assert found.startswith("records: 1")
 
 
-def test_a_run_that_forgets_its_random_state_is_found_out(tmp_path):
-    check = verify_resume(RECIPE, ["forgetful"], folder=tmp_path, seed=3, command=PROGRAM)
-    assert not check.equal
-    assert check.difference is not None
-    assert check.difference.startswith("records, line ")
-    assert '"kind": "step"' in check.difference
+def test_a_step_with_another_loss_is_named(verified, tmp_path):
+    changed = shutil.copytree(verified[1] / "resumed", tmp_path / "changed")
+    records = changed / "records.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    place = max(n for n, line in enumerate(lines) if '"kind": "step"' in line)
+    step = json.loads(lines[place])
+    lines[place] = json.dumps(step | {"loss": step["loss"] + 1e-6}) + "\n"
+    records.write_text("".join(lines))
+    difference = difference_between(verified[1] / "straight", changed)
+    assert difference is not None
+    assert difference.startswith(f"records, line {place + 1}")
+    assert '"kind": "step"' in difference
 
 
 def test_a_run_that_fails_says_what_its_process_said(tmp_path):
