@@ -24,7 +24,7 @@ import torch
 
 from narrowcast.bench.model import Workbench, set_up
 from narrowcast.bench.timing import step_seconds
-from narrowcast.precision.step.prepare import prepare
+from narrowcast.precision.step.prepared import prepare
 from narrowcast.runs import StepRecord, describe_machine
 from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.train_loop import train_loop

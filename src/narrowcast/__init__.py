@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.plan.tasks import apply_task as apply_task
     from narrowcast.precision.plan.tasks import optimal_precision as optimal_precision
     from narrowcast.precision.step.outcome import Outcome as Outcome
-    from narrowcast.precision.step.prepare import prepare as prepare
     from narrowcast.precision.step.prepared import Prepared as Prepared
+    from narrowcast.precision.step.prepared import prepare as prepare
     from narrowcast.precision.weights.frozen_base import dequantize_frozen as dequantize_frozen
     from narrowcast.precision.weights.frozen_base import quantize_frozen as quantize_frozen
     from narrowcast.precision.weights.lookahead import Lookahead as Lookahead
@@ -90,7 +90,7 @@ _HOMES = {
     "plan": "precision.plan.plan:make_plan",
     "plan_recipe": "runner.run",
     "policy": "precision.plan.policy:policy_from",
-    "prepare": "precision.step.prepare",
+    "prepare": "precision.step.prepared",
     "detect_hardware": "hardware",
     "resume": "runner.run",
     "train": "runner.run",

@@ -25,8 +25,7 @@ from narrowcast.hardware import detect_hardware
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.memory import Memory, plan_memory
 from narrowcast.precision.plan.tasks import TaskPrecision, optimal_precision
-from narrowcast.precision.step.prepare import prepare
-from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.step.prepared import Prepared, prepare
 from narrowcast.runner.run import Run, train
 from narrowcast.runs import EvalRecord, Record, RunFolder, StepRecord
 from narrowcast.workloads.genomics.settings import (

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from narrowcast.hardware.async_copy import AsyncCopy
+from narrowcast.hardware.transfers import AsyncCopy
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

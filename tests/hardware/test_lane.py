@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.hardware.lane import Lane, mark_now, on_host, wait_for
+from narrowcast.hardware.transfers import Lane, mark_now, on_host, wait_for
 
 
 def test_without_a_gpu_copies_are_done_at_once_and_nothing_is_waited_for():

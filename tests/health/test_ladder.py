@@ -4,7 +4,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis.strategies import booleans, integers, lists
 
-from narrowcast.health.ladder import Ladder
+from narrowcast.health.adapt import Ladder
 
 LIMITS = {"limit": 3, "calm": 4, "top": 2}
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowcast.kernels.fp8_blocks import BLOCK, _empty, _plainly, quantize_blocks
+from narrowcast.kernels.fp8_groups import BLOCK, _empty, _plainly, quantize_groups
 from narrowcast.kernels.launch import interpreted
 from narrowcast.numerics import E4M3, E5M2, quantize
 
@@ -27,7 +27,7 @@ def back(codes, inverse):
 @given(rows=st.integers(1, 300), blocks=st.integers(1, 3), seed=st.integers(0, 99))
 def test_blocks_along_either_dimension_are_those_of_the_emulation(rows, blocks, seed):
     x = spread(rows, blocks * BLOCK, seed)
-    found = quantize_blocks(x, torch.float8_e4m3fn)
+    found = quantize_groups(x, torch.float8_e4m3fn, "block")
     assert torch.equal(
         back(found.rowwise, found.rowwise_scale_inv)[:rows],
         quantize(x, E4M3, per="block", block=BLOCK),
@@ -40,14 +40,14 @@ def test_blocks_along_either_dimension_are_those_of_the_emulation(rows, blocks, 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("target", [E4M3, E5M2], ids=lambda target: target.name)
-@pytest.mark.parametrize("square", [False, True])
-def test_the_kernel_does_what_its_twin_does(square, target, dtype):
-    x = (spread(256 if square else 150, 384, 1) / 1e3).to(dtype)
-    found = quantize_blocks(x, target.dtype, square=square)
-    expected = _empty(x, target.dtype, square, True, True)
+@pytest.mark.parametrize("groups", ["block", "square"])
+def test_the_kernel_does_what_its_twin_does(groups, target, dtype):
+    x = (spread(256 if groups == "square" else 150, 384, 1) / 1e3).to(dtype)
+    found = quantize_groups(x, target.dtype, groups)
+    expected = _empty(x, target.dtype, groups, True, True)
     for scales in expected[2:]:
         scales.fill_(1)
-    _plainly(x, *expected, largest=target.largest, square=square)
+    _plainly(x, *expected, groups=groups, largest=target.largest)
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
@@ -55,7 +55,7 @@ def test_the_kernel_does_what_its_twin_does(square, target, dtype):
 
 def test_a_square_has_one_scale_whichever_way_it_is_read():
     x = spread(256, 384, 2)
-    found = quantize_blocks(x, torch.float8_e4m3fn, square=True)
+    found = quantize_groups(x, torch.float8_e4m3fn, "square")
     assert torch.equal(found.rowwise.view(torch.uint8).t(), found.columnwise.view(torch.uint8))
     assert torch.equal(found.rowwise_scale_inv[:, :3].t(), found.columnwise_scale_inv[:, :2])
     assert found.rowwise_scale_inv.shape[1] % 4 == 0  # as cuBLAS reads them
@@ -65,7 +65,7 @@ def test_a_square_has_one_scale_whichever_way_it_is_read():
 def test_what_is_not_finite_spoils_itself_and_is_not_hidden(bad):
     x = torch.ones(128, 256, device=DEVICE)
     x[3, 5] = bad
-    found = quantize_blocks(x, torch.float8_e4m3fn)
+    found = quantize_groups(x, torch.float8_e4m3fn, "block")
     assert found.rowwise.float().isnan().nonzero().tolist() == [[3, 5]]
     assert found.columnwise.float().isnan().nonzero().tolist() == [[5, 3]]
 
@@ -74,7 +74,7 @@ def test_an_operator_of_the_compiler_gives_the_same():
     x = spread(100, 256, 3)
 
     def cast(x):
-        return quantize_blocks(x, torch.float8_e4m3fn)
+        return quantize_groups(x, torch.float8_e4m3fn, "block")
 
     traced = torch.compile(cast, backend="eager", fullgraph=True)
     for a, b in zip(traced(x), cast(x), strict=True):

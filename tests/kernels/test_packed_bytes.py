@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from narrowcast.kernels.adamw.numbers import halves, joined, last_bytes, plus_zero, signed_bytes
 from narrowcast.kernels.launch import interpreted
-from narrowcast.kernels.packed_bytes import halves, joined, last_bytes, plus_zero, signed_bytes
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 COUNT = 1024

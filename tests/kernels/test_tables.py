@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.kernels.tables import (
+from narrowcast.kernels.launch import (
     HostTable,
     TensorAddresses,
     chunk_table,

@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.numerics import BF16, E2M1, E4M3, E5M2, FP16, FP32, TF32, quantize, round_to
-from narrowcast.numerics.carriers import CHUNK, DOUBLE, SINGLE, get_carrier, largest_shared
+from narrowcast.numerics.methods import CHUNK, DOUBLE, SINGLE, get_carrier, largest_shared
 
 FORMATS = [FP32, TF32, BF16, FP16, E4M3, E5M2, E2M1]
 for_each_format = pytest.mark.parametrize("target", FORMATS, ids=lambda each: each.name)

@@ -17,7 +17,7 @@ from narrowcast.numerics import (
     cast_counts,
     cast_loss,
 )
-from narrowcast.numerics.carriers import CHUNK
+from narrowcast.numerics.methods import CHUNK
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_each_device = pytest.mark.parametrize("device", DEVICES)

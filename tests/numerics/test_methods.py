@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from narrowcast.numerics import BF16, E2M1, E4M3, E5M2, FP16, TF32, round_to
-from narrowcast.numerics.carriers import DOUBLE, SINGLE, in_pieces
-from narrowcast.numerics.methods import by_adding, by_bits, by_casting, by_steps, overflows
+from narrowcast.numerics.methods import (
+    DOUBLE,
+    SINGLE,
+    by_adding,
+    by_bits,
+    by_casting,
+    by_steps,
+    in_pieces,
+    overflows,
+)
 
 for_each_range = pytest.mark.parametrize("saturate", [False, True])
 

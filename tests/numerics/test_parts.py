@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.numerics.parts import (
+from narrowcast.numerics.rounding import (
     fitting_compensation,
     fitting_master,
     join,

@@ -19,7 +19,7 @@ from narrowcast.numerics import (
     round_to,
     scale_for,
 )
-from narrowcast.numerics.carriers import get_carrier
+from narrowcast.numerics.methods import get_carrier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_each_device = pytest.mark.parametrize("device", DEVICES)

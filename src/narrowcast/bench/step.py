@@ -12,7 +12,7 @@ from narrowcast.bench.model import recipe_device, set_up
 from narrowcast.bench.peers import BUILDERS, Trial
 from narrowcast.bench.timing import first_step_seconds, held_bytes, reset_peak, step_seconds
 from narrowcast.config.sections import Recipe
-from narrowcast.hardware.peak import peak_bytes
+from narrowcast.hardware.profile import peak_bytes
 from narrowcast.workloads import load_recipe
 
 WARM_UP_STEPS = 3

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from narrowcast.hardware.peak import peak_bytes
+from narrowcast.hardware.profile import peak_bytes
 
 Step = Callable[[], object]
 """Does one step; may leave work queued on the device."""

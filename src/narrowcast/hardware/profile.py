@@ -1,6 +1,8 @@
 """What host and device do in some steps of a run: a trace, and a table of operations by time."""
 
 import json
+import resource
+import sys
 from pathlib import Path
 from typing import Any, final
 
@@ -69,3 +71,12 @@ def _table(profiler: Any) -> list[dict[str, Any]]:
     ]
     rows.sort(key=lambda row: (-row["device_ms"], -row["host_ms"]))
     return rows[:MOST_ROWS]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most that tensors have taken of a GPU, or this process of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Kilobytes, except on a Mac.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

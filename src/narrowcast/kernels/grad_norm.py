@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowcast.kernels.launch import Launcher, is_capturing
-from narrowcast.kernels.tables import (
+from narrowcast.kernels.launch import (
     ALIGNMENT,
     HostTable,
+    Launcher,
     TensorAddresses,
     chunk_table,
+    is_capturing,
     is_dense,
     upload,
 )

@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.kernels.grad_norm import TYPES
-from narrowcast.kernels.launch import launch_kernel
-from narrowcast.kernels.tables import HostTable, upload
+from narrowcast.kernels.launch import HostTable, launch_kernel, upload
 
 BLOCK = 1024
 """Values a program copies."""

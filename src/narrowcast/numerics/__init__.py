@@ -1,6 +1,6 @@
 """Number formats, exact rounding to them, scales, and the measure of what is lost."""
 
-from narrowcast.numerics.compare import snr_db, ulp_distance
+from narrowcast.numerics.compare import CastLoss, cast_counts, cast_loss, snr_db, ulp_distance
 from narrowcast.numerics.formats import (
     BF16,
     E2M1,
@@ -17,9 +17,7 @@ from narrowcast.numerics.formats import (
     format_named,
     plain_format,
 )
-from narrowcast.numerics.losses import CastLoss, cast_counts, cast_loss
-from narrowcast.numerics.parts import join, split
-from narrowcast.numerics.rounding import cast, round_blocks, round_stochastic, round_to
+from narrowcast.numerics.rounding import cast, join, round_blocks, round_stochastic, round_to, split
 from narrowcast.numerics.scales import Per, quantize, scale_for
 
 __all__ = [

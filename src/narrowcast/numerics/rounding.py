@@ -11,25 +11,23 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.numerics.carriers import (
+from narrowcast.numerics.formats import BF16, E4M3, FP16, BlockFormat, Format
+from narrowcast.numerics.methods import (
     SINGLE,
     Apply,
     Carrier,
-    get_carrier,
-    goes_in_pieces,
-    in_pieces,
-    in_row_pieces,
-    largest_shared,
-    represents_all,
-)
-from narrowcast.numerics.formats import BF16, E4M3, FP16, BlockFormat, Format
-from narrowcast.numerics.methods import (
     by_adding,
     by_bits,
     by_casting,
     by_chance,
     by_random_bits,
     by_steps,
+    get_carrier,
+    goes_in_pieces,
+    in_pieces,
+    in_row_pieces,
+    largest_shared,
+    represents_all,
 )
 
 
@@ -199,3 +197,60 @@ def _block_scales(blocks: Tensor, target: BlockFormat) -> Tensor:
             scale = round_to(amax / (whole * target.element.largest), E4M3, saturate=True)
             scale = scale.clamp(min=E4M3.smallest) * whole
     return scale.where(finite, math.nan)
+
+
+_NAN = 0x7FC00000
+"""The bits of a NaN whose low half is zero."""
+
+
+def join_fp32(weight: Tensor, residual: Tensor | None, *, kind: str) -> Tensor:
+    """Return the fp32 number that a weight and what a kind of master keeps beside it make."""
+    if residual is None:
+        return weight.float()
+    match kind:
+        case "fp32":
+            return fitting_master(weight, residual)
+        case "split":
+            return join(weight, residual)
+        case _:
+            return weight.float() + fitting_compensation(weight, residual).float()
+
+
+def nearest(full: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to a weight's format. fp16 saturates: a weight of 70,000 must not become infinite."""
+    limit = FP16.largest
+    return (full.clamp(-limit, limit) if dtype == torch.float16 else full).to(dtype)
+
+
+def split(full: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bf16 nearest to each fp32 value, and the 16 signed bits that restore it.
+
+    A number below 2⁻¹³⁴ becomes zero. A NaN stays one: many of them would round to a zero.
+    """
+    bits = full.view(torch.int32).masked_fill(full.isnan(), _NAN)
+    high = (bits + 0x8000) >> 16
+    low = bits - (high << 16)
+    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
+
+
+def join(weight: Tensor, low: Tensor) -> Tensor:
+    """Return the fp32 values that `split` took apart; they lie in memory as the weight does.
+
+    torch's fused optimizers walk through weight, gradient and moments by address. Low bits fit
+    every finite weight but zero, beside which they would make a NaN as often as a number.
+    """
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    both, alone = (high + low.to(torch.int32)).view(torch.float32), high.view(torch.float32)
+    return torch.where(weight == 0, alone, both)
+
+
+def fitting_master(weight: Tensor, master: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return an fp32 master weight, or the weight itself where it is not the nearest to it."""
+    return torch.where(nearest(master, weight.dtype) == weight, master, weight, out=out)
+
+
+def fitting_compensation(weight: Tensor, error: Tensor) -> Tensor:
+    """Return a weight's rounding error, kept in its format, or zero where it is another's."""
+    # A little less of it, so that half a spacing does not round to the neighbour.
+    nearly = weight.float() + error.float() * (1 - 2.0**-8)
+    return torch.where(nearest(nearly, weight.dtype) == weight, error, 0)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.numerics.carriers import (
+from narrowcast.numerics.formats import Format
+from narrowcast.numerics.methods import (
     Carrier,
+    by_adding,
     get_carrier,
     in_pieces,
     in_row_pieces,
     represents_all,
 )
-from narrowcast.numerics.formats import Format
-from narrowcast.numerics.methods import by_adding
 from narrowcast.numerics.rounding import in_blocks, round_to
 
 Per = Literal["tensor", "row", "column", "block"]

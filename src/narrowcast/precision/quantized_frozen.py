@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError, UnsupportedError
-from narrowcast.kernels.fp8_rows import quantize_lines, widen_lines
+from narrowcast.kernels.fp8_groups import quantize_groups, widen_rows
 
 Products = Literal["auto", "fp8", "wide"]
 """What a kept weight is multiplied in: as the policy says, in fp8, or never in fp8."""
@@ -147,7 +147,7 @@ def keep_layer(layer: nn.Module, products: Products = "auto") -> float | None:
 def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype, *, again: bool = False) -> Tensor:
     """Return e4m3 codes times the scale of their row; `again` in a backward pass."""
     with torch._C.DisableTorchFunction():  # regions have nothing to say of this
-        return widen_lines(codes.detach(), scale, dtype, again=again)
+        return widen_rows(codes.detach(), scale, dtype, again=again)
 
 
 def _in_e4m3(matrix: Tensor) -> tuple[Tensor, Tensor, float | None]:
@@ -164,7 +164,7 @@ def _in_e4m3(matrix: Tensor) -> tuple[Tensor, Tensor, float | None]:
     step = max(_PIECE // max(columns, 1), 1)
     for begin in range(0, rows, step):
         piece = matrix[begin : begin + step].float()
-        made = quantize_lines(piece, torch.float8_e4m3fn, columnwise=False)
+        made = quantize_groups(piece, torch.float8_e4m3fn, "row", columnwise=False)
         here = slice(begin, begin + len(piece))
         # Without the rows that it is filled up with.
         codes[here], scale[here] = made.rowwise[: len(piece)], made.rowwise_scale_inv[: len(piece)]

@@ -10,9 +10,8 @@ from dataclasses import asdict
 from typing import Any, final
 
 from narrowcast.config.sections import Recipe
-from narrowcast.health.adapt import Adaptation, Limits
+from narrowcast.health.adapt import Adaptation, Ladder, Limits
 from narrowcast.health.diagnose.investigator import StepDiagnosis
-from narrowcast.health.ladder import Ladder
 from narrowcast.precision.plan.gains import rungs
 from narrowcast.precision.plan.module_plan import multiplies
 from narrowcast.precision.plan.plan import Plan

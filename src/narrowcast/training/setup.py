@@ -16,8 +16,7 @@ from narrowcast.hardware.profile import StepProfile
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.step.prepare import prepare
-from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.step.prepared import Prepared, prepare
 from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.training.optimizers import FROZEN_UNTIL, build_optimizer, get_groups
 from narrowcast.training.task import Task

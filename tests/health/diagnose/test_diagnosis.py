@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowcast.health.diagnose.diagnosis import Diagnosis, Remedy
-from narrowcast.health.diagnose.locations import LARGEST_TO_FP16, SQUARE_ROOT, Location, written
+from narrowcast.health.diagnose.inputs import LARGEST_TO_FP16, SQUARE_ROOT, Location, written
 
 
 def verdict(role="grad_output", *, format="fp16", amax=7.1e4, **others):  # noqa: A002  # the field

@@ -11,10 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.hardware import Hardware
-from narrowcast.health.diagnose.explain import explain
+from narrowcast.health.diagnose.explain import explain, replay
 from narrowcast.health.diagnose.passes import ReplayInputs
-from narrowcast.health.diagnose.per_use_aliases import weights_of_several_uses
-from narrowcast.health.diagnose.replay import replay
+from narrowcast.health.diagnose.recording import weights_of_several_uses
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.workloads.lm.model import build_gpt

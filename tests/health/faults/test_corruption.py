@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.health.faults.corruption import corrupted, unravel
+from narrowcast.health.faults.faults import corrupted, unravel
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

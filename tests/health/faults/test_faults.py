@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from narrowcast.errors import ConfigError
+from narrowcast.health.diagnose.explain import replay
 from narrowcast.health.diagnose.passes import ReplayInputs
-from narrowcast.health.diagnose.replay import replay
 from narrowcast.health.faults.faults import Fault, Faults
 
 ROLES = ["input", "weight", "output", "grad_output", "grad_weight"]

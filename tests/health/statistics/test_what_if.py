@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.health.statistics.sites import make_site
-from narrowcast.health.statistics.what_if import WhatIf, unsafe_to_lower
+from narrowcast.health.statistics.grouping import WhatIf, make_site, unsafe_to_lower
 from narrowcast.precision.plan.policy import policy_from
 
 

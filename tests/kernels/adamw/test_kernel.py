@@ -21,8 +21,8 @@ from narrowcast.kernels.adamw.twin import (
     randomly,
 )
 from narrowcast.kernels.launch import interpreted
-from narrowcast.numerics.parts import join, split
-from narrowcast.precision.weights.ema import WeightAverage
+from narrowcast.numerics.rounding import join, split
+from narrowcast.precision.weights.master import WeightAverage
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 SIZES = (0, 1, 17, 256, 512, 777)

@@ -10,7 +10,7 @@ import torch
 from narrowcast.kernels.adamw.kernel import AdamKernel, Tiling
 from narrowcast.kernels.adamw.twin import AdamTwin, Ahead, Hyper, Weight
 from narrowcast.kernels.launch import interpreted
-from narrowcast.numerics.parts import join, split
+from narrowcast.numerics.rounding import join, split
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 SIZES = (0, 1, 17, 256, 777)

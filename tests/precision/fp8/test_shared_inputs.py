@@ -15,7 +15,7 @@ from narrowcast.precision.fp8 import linear, shared_inputs
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.plan.policy import PRESETS
-from narrowcast.precision.products.active_region import set_active_region
+from narrowcast.precision.products.autocast import set_active_region
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap
 

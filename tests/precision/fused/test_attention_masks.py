@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD
 
 import narrowcast as nc
-from narrowcast.precision.plan.known_models import makes_masks, why_masked
+from narrowcast.precision.plan.fusing import makes_masks, why_masked
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,8 +8,8 @@ import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fp8.linear import Fp8Linear
-from narrowcast.precision.fused.chunked_loss import LossTerms
-from narrowcast.precision.fused.chunked_module import chunked_module_loss
+from narrowcast.precision.fused.chunked_pass import LossTerms
+from narrowcast.precision.fused.linear_cross_entropy import chunked_module_loss
 from narrowcast.precision.plan.policy import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap

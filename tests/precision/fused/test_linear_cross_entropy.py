@@ -18,9 +18,14 @@ from narrowcast.precision.fused import linear_cross_entropy as linear_loss
 from narrowcast.precision.modules.wrappers import EmulatedLinear
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.emulated import TRACED_RIGHTLY
-from narrowcast.precision.products.entry import InRegion, PreparedModel, RegionEntry
 from narrowcast.precision.products.operands import ProductFormats
-from narrowcast.precision.products.regions import EmulatedProducts, Region
+from narrowcast.precision.products.regions import (
+    EmulatedProducts,
+    InRegion,
+    PreparedModel,
+    Region,
+    RegionEntry,
+)
 from narrowcast.precision.swap import swap
 
 DEVICE = "cpu" if interpreted() else "cuda"

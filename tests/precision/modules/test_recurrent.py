@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.precision.modules.recurrent import compact_recurrent
+from narrowcast.precision.modules.rewrite import compact_recurrent
 
 STEPS, LAYERS, LENGTH = 4, 2, 6
 SPLIT = "params=bf16, master=split"

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.precision.products.active_region import active_region
+from narrowcast.precision.products.autocast import active_region
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 POLICIES = [

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.precision.step.isolation import preserve_grads_and_buffers
+from narrowcast.precision.step.buffers import preserve_grads_and_buffers
 
 
 class Counting(nn.Module):

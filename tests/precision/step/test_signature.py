@@ -9,7 +9,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import ConfigError, UnsupportedError
-from narrowcast.precision.step.signature import CaptureTerms, parse_inputs, synchronizing_line
+from narrowcast.precision.step.captured_step import CaptureTerms, parse_inputs, synchronizing_line
 
 X = torch.zeros(2, 3)
 Pair = namedtuple("Pair", ["a", "b"])

@@ -13,8 +13,8 @@ import narrowcast as nc
 from narrowcast.errors import ConfigError
 from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.step.saved_state import collect_state
-from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
+from narrowcast.precision.weights.master import WeightAverage
 
 DECAY = 0.75
 DEVICE = "cpu" if interpreted() else "cuda"

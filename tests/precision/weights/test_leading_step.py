@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from narrowcast.precision.weights import master
-from narrowcast.precision.weights.leading_step import LeadingStep
 from narrowcast.precision.weights.lookahead import Lookahead, LookaheadPoint
+from narrowcast.precision.weights.torch_update import LeadingStep
 
 
 def given(storage="fp32", *, kind=torch.optim.AdamW, **settings):

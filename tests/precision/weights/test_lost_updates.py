@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.precision.weights.lost_updates import SAMPLE, LostUpdates
+from narrowcast.precision.weights.torch_update import SAMPLE, LostUpdates
 
 
 def model_with(values):

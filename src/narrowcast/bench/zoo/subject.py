@@ -23,7 +23,7 @@ from narrowcast.bench.timing import (
 from narrowcast.bench.zoo.models import build_model
 from narrowcast.bench.zoo.ways import WAYS, ZooTrial, make_step
 from narrowcast.errors import UnsupportedError
-from narrowcast.hardware.peak import peak_bytes
+from narrowcast.hardware.profile import peak_bytes
 
 WARM_UP_STEPS, ROUNDS, ROUND_STEPS = 5, 3, 8
 REPORTED_STEP = 1 + WARM_UP_STEPS + ROUNDS * ROUND_STEPS

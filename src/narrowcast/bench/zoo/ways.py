@@ -20,8 +20,7 @@ from narrowcast.bench.zoo.built import BuiltModel
 from narrowcast.bench.zoo.models import get_entry
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.precision.plan.gains import Execution
-from narrowcast.precision.step.prepare import prepare
-from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.step.prepared import Prepared, prepare
 
 Kind = Literal["amp", "liger", "torchao", "ours"]
 Step = Callable[[], Tensor]

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from narrowcast.health.diagnose.inputs import Extreme
-from narrowcast.health.diagnose.locations import Location, written
+from narrowcast.health.diagnose.inputs import Extreme, Location, written
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.wording import Wording
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from narrowcast.errors import DivergedError
 from narrowcast.health.diagnose.diagnosis import Diagnosis
+from narrowcast.health.diagnose.explain import replay
 from narrowcast.health.diagnose.passes import ReplayInputs
-from narrowcast.health.diagnose.replay import replay
 from narrowcast.health.faults.faults import Faults, StepFaults
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared

@@ -16,10 +16,16 @@ from torch import Tensor, nn
 
 from narrowcast.hardware.randomness import RandomState, drawing_from
 from narrowcast.health.diagnose.diagnosis import Diagnosis
-from narrowcast.health.diagnose.inputs import Extreme, arguments_zeroed, find_extremes, zeroed
-from narrowcast.health.diagnose.locations import Formats, Location, written
-from narrowcast.health.diagnose.per_use_aliases import weights_of_several_uses
-from narrowcast.health.diagnose.recording import Recorder, Seen
+from narrowcast.health.diagnose.inputs import (
+    Extreme,
+    Formats,
+    Location,
+    arguments_zeroed,
+    find_extremes,
+    written,
+    zeroed,
+)
+from narrowcast.health.diagnose.recording import Recorder, Seen, weights_of_several_uses
 from narrowcast.health.statistics.watched import probes_off
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared

@@ -18,10 +18,11 @@ from narrowcast.health.findings.rules import (
     TensorHistory,
     Trouble,
     first_nonfinite,
+    floor,
+    low,
     percent,
     spike,
 )
-from narrowcast.health.findings.scale_rules import floor, low
 from narrowcast.numerics import FP32
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.wording import Wording

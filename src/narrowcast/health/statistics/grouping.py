@@ -1,16 +1,42 @@
-"""Samples of the same format, counted together."""
+"""Samples of the same format, counted together.
+
+A module that is calm in bf16 may be so only because it is bf16. Before it returns to its own
+format, its samples show whether that would hold them.
+"""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
-from narrowcast.health.statistics.sites import TensorSite
-from narrowcast.kernels.tables import upload
-from narrowcast.numerics import BlockFormat, Format, format_named
+from narrowcast.health.findings.rules import EIGHT_BITS, SATURATED, VANISHED
+from narrowcast.health.statistics.statistics import COLUMNS, statistics
+from narrowcast.kernels.launch import upload
+from narrowcast.numerics import FP16, BlockFormat, Format, format_named
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.roles import GRADIENTS, OPERANDS, roundings
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSite:
+    """One tensor of a model that is looked at: whose it is, what it is rounded to, and a sample."""
+
+    module: str
+    role: str
+    format: str
+    scaling: str
+    sample: Tensor
+    """All zeros until something has passed."""
+
+
+def make_site(module: str, role: str, policy: Policy, *, sample: Tensor) -> TensorSite:
+    """Return the site of a role of a module that has a policy."""
+    rounded_to = roundings(policy, role)[-1]  # what that one loses is lost to the product
+    scaling = policy.scaling if role in OPERANDS else "none"
+    return TensorSite(module=module, role=role, format=rounded_to, scaling=scaling, sample=sample)
 
 
 class Counting(Protocol):
@@ -60,3 +86,50 @@ def _kind(site: TensorSite) -> _Kind:
     if isinstance(target, BlockFormat):
         return _Kind(target.element, "block")
     return _Kind(target, site.scaling if target.bits <= 8 else "none")
+
+
+ROOM = 2.0
+"""What must be left to each limit: a sample misses the largest, and values move."""
+
+
+@final
+class WhatIf:
+    """The samples of some sites, as if their modules had other policies."""
+
+    def __init__(self, sites: Sequence[TensorSite], policies: Mapping[str, Policy]) -> None:
+        self.sites = [
+            make_site(site.module, site.role, policies[site.module], sample=site.sample)
+            for site in sites
+            if site.module in policies and site.role != "update"
+        ]
+        self._grouping = Grouping(self.sites)
+
+    def rows(self) -> Tensor:
+        """Return what is lost, a row for each site. Waits for nothing."""
+        return self._grouping.rows(self._grouping.stacks(), statistics)
+
+
+def unsafe_to_lower(
+    sites: Sequence[TensorSite], rows: Sequence[Sequence[float]], *, scaled: bool
+) -> Iterator[str]:
+    """Yield the modules whose sites would not hold what was seen, each once.
+
+    `scaled`: a loss scale gives way to gradients that are too large.
+    """
+    message = set()
+    for site, row in zip(sites, rows, strict=True):
+        if site.module not in message and not _fits(site, row, scaled=scaled):
+            message.add(site.module)
+            yield site.module
+
+
+def _fits(site: TensorSite, row: Sequence[float], *, scaled: bool) -> bool:
+    lost = dict(zip(COLUMNS, row, strict=True))
+    gradient = site.role in GRADIENTS
+    if gradient and ROOM * lost["underflow"] > VANISHED:
+        return False
+    if site.format in EIGHT_BITS:
+        return ROOM * lost["overflow"] <= SATURATED
+    if site.format == FP16.name and not (gradient and scaled):
+        return ROOM * lost["amax"] < FP16.overflow
+    return True

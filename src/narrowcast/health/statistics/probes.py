@@ -12,15 +12,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.health.statistics.cast_counts import CastCounts
-from narrowcast.health.statistics.grouping import Grouping
-from narrowcast.health.statistics.sampling import SAMPLE, Offsets
-from narrowcast.health.statistics.sites import TensorSite, make_site
+from narrowcast.health.statistics.grouping import Grouping, TensorSite, WhatIf, make_site
+from narrowcast.health.statistics.sampling import SAMPLE, CastCounts, Offsets, WeightSamples
 from narrowcast.health.statistics.watched import ATTRIBUTES, MonitoredModules, Switch
-from narrowcast.health.statistics.weight_samples import WeightSamples
-from narrowcast.health.statistics.what_if import WhatIf
 from narrowcast.numerics import BlockFormat, format_named
-from narrowcast.precision.fused.declared import fused_mlp_layers
 from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp
 from narrowcast.precision.fused.gelu_mlp import GeluMlp
@@ -29,7 +24,7 @@ from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.roles import ROLES, roundings
 from narrowcast.precision.step.checks import check_not_monitored
-from narrowcast.precision.swap import set_class, swap
+from narrowcast.precision.swap import fused_mlp_layers, set_class, swap
 
 
 @final

@@ -9,7 +9,8 @@ from typing import final
 
 import torch
 
-from narrowcast.hardware.async_copy import AsyncCopy
+from narrowcast.hardware.transfers import AsyncCopy
+from narrowcast.health.statistics.grouping import unsafe_to_lower
 from narrowcast.health.statistics.probes import Probes
 from narrowcast.health.statistics.statistics import (
     COLUMNS,
@@ -18,7 +19,6 @@ from narrowcast.health.statistics.statistics import (
     trimmed,
     what_if,
 )
-from narrowcast.health.statistics.what_if import unsafe_to_lower
 from narrowcast.runs import ExponentRecord, HealthRecord
 
 WORST = 4

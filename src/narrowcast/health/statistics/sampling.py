@@ -5,15 +5,25 @@ Every value is equally likely to be in it, whatever the shape: at positions a fi
 every row of a batch would show the same few tokens. Plain torch operations copy it into memory of
 its own, so a compiler joins them with what makes the tensor, and a captured step keeps them.
 Nothing is changed on the way, and nothing is kept for the backward pass.
+
+Casts to fp8 are counted by what makes them rather than seen in a sample. With delayed scaling the
+kernels that quantise note the largest magnitude of all values, and of one value in seven whether it
+was saturated or flushed to zero by the active scale. A sample would be scaled by itself, and so
+never saturates.
 """
 
-from typing import Any, final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from narrowcast.health.statistics.statistics import RUN
-from narrowcast.kernels.tables import upload
+from narrowcast.health.statistics.statistics import COLUMNS, RUN
+from narrowcast.kernels.launch import unsupported_reason, upload
+from narrowcast.precision.fp8.delayed import AmaxHistory
+from narrowcast.precision.plan.roles import OPERANDS
+from narrowcast.precision.products.operands import ProductFormats
 
 SAMPLE = 4096
 """Values of a sample: a share of one part in a thousand is seen, and what is rarer may not be."""
@@ -120,3 +130,119 @@ class _Tap(torch.autograd.Function):
 
 
 _tap: Any = _Tap.apply
+
+
+if TYPE_CHECKING:
+    from narrowcast.kernels.samples import SampleKernel
+
+TAKEN = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""What the kernel reads."""
+
+
+@final
+class WeightSamples:
+    """The samples of some weights, taken around an update."""
+
+    def __init__(
+        self, weights: Sequence[nn.Parameter], offsets: Offsets, *, in_runs: Sequence[bool]
+    ) -> None:
+        """Take the weights and where to sample them: in runs of neighbours, or single values."""
+        self._weights = list(weights)
+        self._offsets = [offsets.runs if runs else offsets.single for runs in in_runs]
+        device = offsets.single.device
+        self.before, self.gradient, self.update = (
+            torch.zeros(len(self._weights), SAMPLE, device=device) for _ in range(3)
+        )
+        self.by_role = {
+            "weight": self.before,
+            "grad_weight": self.gradient,
+            "update": self.update,
+        }
+        self._kernel = _kernel(self._weights, self._offsets, offsets)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take samples of weights and gradients; zeros of a gradient that is not there."""
+        self._fill(self.before, self._weights)
+        self._fill(self.gradient, [weight.grad for weight in self._weights])
+
+    @torch.no_grad()
+    def take_updates(self) -> None:
+        """Take samples of what an update has changed in the weights as they are kept."""
+        self._fill(self.update, self._weights)
+        self.update -= self.before
+
+    def _fill(self, rows: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        if self._kernel is not None and all(t is None or _is_plain(t) for t in tensors):
+            self._kernel(tensors, rows)
+            return
+        for row, tensor, offsets in zip(rows, tensors, self._offsets, strict=True):
+            if tensor is None:
+                row.zero_()
+            else:
+                take(tensor, row, offsets)
+
+
+def _kernel(
+    weights: Sequence[nn.Parameter], taken_at: Sequence[Tensor], offsets: Offsets
+) -> "SampleKernel | None":
+    if not weights or unsupported_reason(offsets.single.device) or not all(map(_is_plain, weights)):
+        return None
+    from narrowcast.kernels.samples import SampleKernel
+
+    runs = [SAMPLE // len(at) for at in taken_at]
+    spacings = [spacing(w.numel(), run=run) for w, run in zip(weights, runs, strict=True)]
+    return SampleKernel(spacings, single=offsets.single, runs=offsets.runs)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.dtype in TAKEN and tensor.numel() > 0 and not is_traceable_wrapper_subclass(tensor)
+    )
+
+
+_AMAX, _OVERFLOW, _UNDERFLOW = map(COLUMNS.index, ("amax", "overflow", "underflow"))
+
+
+@final
+class CastCounts:
+    """The rows of a table of statistics whose casts are counted, and where."""
+
+    def __init__(self, model: nn.Module, tensors: Sequence[tuple[str, str, str]]) -> None:
+        """Find the counts of tensors, each a module's name, a role and a format."""
+        matches = [(i, _history(model, *tensor), tensor[1]) for i, tensor in enumerate(tensors)]
+        counted = [(i, history, OPERANDS.index(role)) for i, history, role in matches if history]
+        self._whole = next((history.whole for _, history, _ in counted), None)
+        if self._whole is not None:
+            device = self._whole.counts.device
+            self._rows = torch.tensor([i for i, _, _ in counted], device=device)
+            self._modules = torch.tensor([h.module for _, h, _ in counted], device=device)
+            self._roles = torch.tensor([role for _, _, role in counted], device=device)
+
+    @torch.no_grad()
+    def take_into(self, table: Tensor) -> None:
+        """Put what was counted since the last time in the place of what samples showed.
+
+        Where nothing was looked at, the sample's numbers stay; and so does the magnitude of one
+        that is not finite. Counts begin anew. Waits for nothing.
+        """
+        if self._whole is None:
+            return
+        counts, peak = self._whole.take_counts()
+        looked, saturated, flushed = counts[self._modules, self._roles].float().unbind(1)
+        for column, lost in ((_OVERFLOW, saturated), (_UNDERFLOW, flushed)):
+            sampled = table[self._rows, column]
+            table[self._rows, column] = torch.where(looked > 0, lost / looked, sampled)
+        sampled = table[self._rows, _AMAX]
+        table[self._rows, _AMAX] = torch.maximum(sampled, peak[self._modules, self._roles])
+
+
+def _history(model: nn.Module, name: str, role: str, form: str) -> AmaxHistory | None:
+    """Return what counts the casts of a tensor to this format; None where nobody does."""
+    module = model.get_submodule(name)
+    history, formats = module.__dict__.get("nc_history"), module.__dict__.get("nc_formats")
+    if role not in OPERANDS or not isinstance(history, AmaxHistory):
+        return None
+    assert isinstance(formats, ProductFormats)
+    cast_to = formats.grad_input if role == "grad_output" else formats.forward
+    return history if cast_to.name == form else None

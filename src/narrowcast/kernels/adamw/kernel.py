@@ -34,13 +34,15 @@ from torch import Tensor
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.adamw.programs import begin, update
 from narrowcast.kernels.adamw.twin import AT_HOME, Ahead, Hyper, Weight, lost_fraction
-from narrowcast.kernels.launch import Launcher, interpreted, is_capturing
-from narrowcast.kernels.tables import (
+from narrowcast.kernels.launch import (
     ALIGNMENT,
     HostTable,
+    Launcher,
     TensorAddresses,
     chunk_table,
+    interpreted,
     is_aligned,
+    is_capturing,
     upload,
 )
 

@@ -12,7 +12,9 @@ from narrowcast.kernels.adamw.numbers import (
     decoded,
     encode_first,
     encode_second,
+    halves,
     inverse,
+    joined,
     load,
     mix,
     nearest,
@@ -20,7 +22,6 @@ from narrowcast.kernels.adamw.numbers import (
     root,
     scattered,
 )
-from narrowcast.kernels.packed_bytes import halves, joined
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowcast.numerics.parts import (
+from narrowcast.numerics.rounding import (
     fitting_compensation,
     join_fp32,
     nearest,

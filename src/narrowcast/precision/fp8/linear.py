@@ -16,27 +16,22 @@ from torch import Tensor, nn
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.fp8 import Quantized
 from narrowcast.numerics import BF16
-from narrowcast.precision.fp8.blockwise import BlockScaling
 from narrowcast.precision.fp8.delayed import AmaxHistory
-from narrowcast.precision.fp8.rowwise import RowScaling
-from narrowcast.precision.fp8.scaling import OWN, Scale, Scaling, torch_dtype
+from narrowcast.precision.fp8.scaling import (
+    OWN,
+    Scale,
+    quantize_scaled,
+    quantize_weight,
+    scaled_product,
+    torch_dtype,
+)
 from narrowcast.precision.fp8.shared_inputs import Wanted, quantized_input
-from narrowcast.precision.fp8.tensorwise import TensorScaling
 from narrowcast.precision.products import differentiable
 from narrowcast.precision.products.autocast import autocast_off
 from narrowcast.precision.products.differentiable import OperandScales
 from narrowcast.precision.products.emulated import linear_product
-from narrowcast.precision.products.operands import ProductFormats, needs_scale
-from narrowcast.precision.products.straight import is_transformed
+from narrowcast.precision.products.operands import ProductFormats, is_transformed, needs_scale
 from narrowcast.precision.swap import Mixin
-
-SCALINGS: dict[str, Scaling] = {
-    "tensor": TensorScaling(),
-    "delayed": TensorScaling(),
-    "row": RowScaling(),
-    "block": BlockScaling(),
-}
-"""How operands are scaled, by its name in a policy."""
 
 
 class Fp8Linear(Mixin, nn.Linear):
@@ -86,7 +81,6 @@ class Fp8Linear(Mixin, nn.Linear):
         return quantized_input(
             inputs,
             rows,
-            SCALINGS[formats.scaling],
             wanted=Wanted(
                 torch_dtype(formats.forward),
                 formats.scaling,
@@ -135,9 +129,10 @@ class Fp8Linear(Mixin, nn.Linear):
         made, shared = self.nc_weight, self.nc_history and self.nc_history.scale_inv("weight")
         if made is not None and (made.scale_inv is shared) != (history is not None):
             made = None  # frozen or thawed on the way: its scale is another one from now on
-        return SCALINGS[self.nc_formats.scaling].quantize_weight(
+        return quantize_weight(
             weight,
             torch_dtype(self.nc_formats.forward),
+            self.nc_formats.scaling,
             scale=scale,
             columnwise=needs_scale(self.nc_formats.grad_input.name),
             into=made,
@@ -184,17 +179,16 @@ class _Fp8Product(torch.autograd.Function):
         grad_cast_stats: Tensor | None,
         formats: ProductFormats,
     ) -> Tensor:
-        scaling = SCALINGS[formats.scaling]
         fp8_x, fp8_weight = (
             needs_scale(formats.grad_weight.name),
             needs_scale(formats.grad_input.name),
         )
-        output = scaling.product(
+        output = scaled_product(
             x_rowwise,
             weight_rowwise,
             (x_rowwise_scale_inv, weight_rowwise_scale_inv),
+            formats.scaling,
             dtype=torch_dtype(formats.output),
-            by_weight=True,
             fast=formats.fast,
             bias=bias,
         )
@@ -255,7 +249,6 @@ class _Fp8Product(torch.autograd.Function):
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, by fp8 products."""
         formats: ProductFormats = ctx.formats
-        scaling = SCALINGS[formats.scaling]
         x, x_scale_inv, weight, weight_scale_inv, scale_inv, cast_stats = ctx.saved_tensors
         to_input, to_weight = formats.grad_input, formats.grad_weight
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -263,9 +256,10 @@ class _Fp8Product(torch.autograd.Function):
         both = to_input == to_weight and needs_weight  # one read makes both casts
         # What is met is remembered even where no product needs it.
         if needs_scale(to_input.name) and (needs_x or both or cast_stats is not None):
-            matched = scaling.quantize(
+            matched = quantize_scaled(
                 grad,
                 torch_dtype(to_input),
+                formats.scaling,
                 scale=(scale_inv, cast_stats),
                 rowwise=needs_x,
                 columnwise=both,
@@ -276,8 +270,8 @@ class _Fp8Product(torch.autograd.Function):
             else:
                 scales = (matched.rowwise_scale_inv, weight_scale_inv)
                 dtype = torch_dtype(formats.output)
-                grad_x = scaling.product(
-                    matched.rowwise, weight, scales, dtype=dtype, by_weight=True
+                grad_x = scaled_product(
+                    matched.rowwise, weight, scales, formats.scaling, dtype=dtype
                 )
             grad_x = _in(ctx.x_dtype, _first(grad_x, grad.shape[0]))
         if needs_weight and not needs_scale(to_weight.name):
@@ -285,10 +279,17 @@ class _Fp8Product(torch.autograd.Function):
         elif needs_weight:
             if not both or matched is None:
                 # The scale from the past is for the other product's format.
-                matched = scaling.quantize(grad, torch_dtype(to_weight), rowwise=False)
+                matched = quantize_scaled(
+                    grad, torch_dtype(to_weight), formats.scaling, rowwise=False
+                )
             scales = (matched.columnwise_scale_inv, x_scale_inv)
-            grad_weight = scaling.product(
-                matched.columnwise, x, scales, dtype=ctx.weight_dtype, by_weight=False
+            grad_weight = scaled_product(
+                matched.columnwise,
+                x,
+                scales,
+                formats.scaling,
+                dtype=ctx.weight_dtype,
+                by_weight=False,
             )
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             # Torch adds up in fp32 whatever it gives; from fp32 a pass more would narrow it.

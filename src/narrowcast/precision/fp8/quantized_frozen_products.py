@@ -11,17 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.kernels.fp8_rows import quantize_lines, transposed_bytes
-from narrowcast.precision.fp8.rowwise import RowScaling
-from narrowcast.precision.fp8.scaling import torch_dtype
+from narrowcast.kernels.fp8_groups import quantize_groups, transposed_bytes
+from narrowcast.precision.fp8.scaling import scaled_product, torch_dtype
 from narrowcast.precision.products.autocast import autocast_off
 from narrowcast.precision.products.emulated import linear_product
-from narrowcast.precision.products.operands import ProductFormats, needs_scale, operand, rounded
-from narrowcast.precision.products.straight import is_transformed, unseen
+from narrowcast.precision.products.operands import (
+    ProductFormats,
+    is_transformed,
+    needs_scale,
+    operand,
+    rounded,
+    unseen,
+)
 from narrowcast.precision.quantized_frozen import QuantizedFrozenInfo, widened
 from narrowcast.precision.swap import Mixin
-
-_SCALING = RowScaling()
 
 
 class QuantizedFrozenProducts(Mixin):
@@ -113,13 +116,13 @@ def _along(
     if not native:
         wide = widened(codes, scale, torch.float32)
         return linear_product(rows, wide, bias, formats=formats)
-    matched = _SCALING.quantize(rows, torch_dtype(formats.forward), columnwise=False)
-    output = _SCALING.product(
+    matched = quantize_groups(rows, torch_dtype(formats.forward), "row", columnwise=False)
+    output = scaled_product(
         matched.rowwise,
         codes,
         (matched.rowwise_scale_inv, scale),
+        "row",
         dtype=torch_dtype(formats.output),
-        by_weight=True,
         fast=formats.fast,
         bias=bias,
     )
@@ -138,13 +141,11 @@ def _across(
     target, output = formats.grad_input, formats.output
     narrow = needs_scale(target.name)
     if native and narrow:
-        result = quantize_lines(grad, torch_dtype(target), columnwise=False, factors=scale)
+        result = quantize_groups(grad, torch_dtype(target), "row", columnwise=False, factors=scale)
         ones = torch.ones(codes.shape[1], dtype=torch.float32, device=codes.device)
         scales = (result.rowwise_scale_inv, ones)
         across = transposed_bytes(codes)
-        product = _SCALING.product(
-            result.rowwise, across, scales, dtype=torch_dtype(output), by_weight=True
-        )
+        product = scaled_product(result.rowwise, across, scales, "row", dtype=torch_dtype(output))
         return product[: grad.shape[0]]
     if native:
         wide = torch_dtype(target)

@@ -18,8 +18,8 @@ from torch import Tensor
 from narrowcast.kernels.fp8 import Quantized
 from narrowcast.kernels.launch import PLAIN, is_capturing
 from narrowcast.precision.fp8.delayed import AmaxHistory
-from narrowcast.precision.fp8.scaling import Scale, Scaling
-from narrowcast.precision.products.active_region import active_cache
+from narrowcast.precision.fp8.scaling import Scale, quantize_scaled
+from narrowcast.precision.products.autocast import active_cache
 
 SHARED = 2
 """Inputs whose codes are kept after a second layer has taken them: what attention reads from
@@ -72,7 +72,6 @@ class _Made:
 def quantized_input(
     inputs: Tensor,
     rows: Tensor,
-    scaling: Scaling,
     *,
     wanted: Wanted,
     scale: Scale,
@@ -81,16 +80,16 @@ def quantized_input(
     """Return the rows of what a layer was given in fp8, which another may have made before it."""
     stored = None if torch.compiler.is_compiling() else active_cache()
     if stored is None or type(inputs) not in PLAIN or inputs.is_inference():
-        return _quantized(rows, scaling, wanted, scale)
+        return _quantized(rows, wanted, scale)
     where = _where(inputs)
     if where[1] and inputs.grad_fn is None:
         # It may be from before the capture, where what is made of it would not be captured.
-        return _quantized(rows, scaling, wanted, scale)
+        return _quantized(rows, wanted, scale)
     made: _Made | None = stored.get(id(inputs))
     if made is not None and _fits(made, inputs, wanted, scale, history, where):
         made.taken = True
         return made.results
-    matched = _quantized(rows, scaling, wanted, scale)
+    matched = _quantized(rows, wanted, scale)
     _make_room(stored)
     key = id(inputs)
     of = weakref.ref(inputs, lambda gone: _forget(stored, key, gone))
@@ -98,8 +97,10 @@ def quantized_input(
     return matched
 
 
-def _quantized(rows: Tensor, scaling: Scaling, wanted: Wanted, scale: Scale) -> Quantized:
-    return scaling.quantize(rows.detach(), wanted.target, scale=scale, columnwise=wanted.columnwise)
+def _quantized(rows: Tensor, wanted: Wanted, scale: Scale) -> Quantized:
+    return quantize_scaled(
+        rows.detach(), wanted.target, wanted.scaling, scale=scale, columnwise=wanted.columnwise
+    )
 
 
 def _fits(

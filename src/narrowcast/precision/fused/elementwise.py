@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.kernels.launch import PLAIN
-from narrowcast.precision.fused.declared import is_watched
 from narrowcast.precision.plan.known_modules import (
     ROTARY,
     GatedMlp,
@@ -22,8 +21,8 @@ from narrowcast.precision.plan.known_modules import (
     get_epsilon,
     match_rotary,
 )
-from narrowcast.precision.products.straight import is_transformed
-from narrowcast.precision.swap import Mixin
+from narrowcast.precision.products.operands import is_transformed
+from narrowcast.precision.swap import Mixin, is_watched
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

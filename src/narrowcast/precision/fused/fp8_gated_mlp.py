@@ -15,14 +15,11 @@ from torch.autograd.function import once_differentiable
 from narrowcast.kernels.fp8 import quantize
 from narrowcast.kernels.gating.fp8_back import quantize_gated_back
 from narrowcast.precision.fp8.linear import Fp8Linear
-from narrowcast.precision.fp8.scaling import torch_dtype
-from narrowcast.precision.fp8.tensorwise import scaled_product
-from narrowcast.precision.fused.declared import is_watched
+from narrowcast.precision.fp8.scaling import scaled_product, torch_dtype
 from narrowcast.precision.fused.fp8_mlp import layouts_and_scale
 from narrowcast.precision.plan.known_modules import GatedMlp
-from narrowcast.precision.products.operands import ProductFormats, needs_scale
-from narrowcast.precision.products.straight import is_transformed
-from narrowcast.precision.swap import Mixin
+from narrowcast.precision.products.operands import ProductFormats, is_transformed, needs_scale
+from narrowcast.precision.swap import Mixin, is_watched
 
 
 class Fp8GatedMlp(Mixin):

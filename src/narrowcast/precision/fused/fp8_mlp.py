@@ -12,11 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from narrowcast.kernels.fp8 import quantize
 from narrowcast.precision.fp8.linear import Fp8Linear
-from narrowcast.precision.fp8.scaling import torch_dtype
-from narrowcast.precision.fp8.tensorwise import scaled_product
-from narrowcast.precision.fused.declared import fused_mlp_layers, is_watched
+from narrowcast.precision.fp8.scaling import scaled_product, torch_dtype
 from narrowcast.precision.products.operands import ProductFormats, needs_scale
-from narrowcast.precision.swap import Mixin
+from narrowcast.precision.swap import Mixin, fused_mlp_layers, is_watched
 
 
 class Fp8Mlp(Mixin):

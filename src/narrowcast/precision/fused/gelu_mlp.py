@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from narrowcast.kernels.launch import unsupported_reason
-from narrowcast.precision.fused.declared import fused_mlp_layers, is_watched
-from narrowcast.precision.swap import Mixin
+from narrowcast.precision.swap import Mixin, fused_mlp_layers, is_watched
 
 
 class GeluMlp(Mixin):

@@ -24,7 +24,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.hardware.lane import Lane, Mark, computing_on, mark_now, on_host, wait_for
+from narrowcast.hardware.transfers import Lane, Mark, computing_on, mark_now, on_host, wait_for
 from narrowcast.kernels.launch import PLAIN
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.nested import tensors_in

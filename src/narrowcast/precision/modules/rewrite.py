@@ -1,6 +1,6 @@
 """Carry out a plan on a model: the only code that changes one."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import TypeVar
 
 import torch
@@ -9,19 +9,31 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from narrowcast.kernels.launch import unsupported_reason
+from narrowcast.errors import UnsupportedError
+from narrowcast.kernels.launch import PLAIN, is_dense, unsupported_reason
 from narrowcast.numerics import plain_format
 from narrowcast.precision.fp8.delayed import AmaxHistories, AmaxHistory
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fp8.quantized_frozen_products import QuantizedFrozenProducts
-from narrowcast.precision.fused.carry_out import fuse_pieces
-from narrowcast.precision.fused.declared import fused_mlp_layers
+from narrowcast.precision.fused.elementwise import (
+    OnePassGate,
+    OnePassGelu,
+    OnePassLayerNorm,
+    OnePassNorm,
+    OnePassTurn,
+    forward_turning,
+)
+from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp, can_chain
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
 from narrowcast.precision.fused.gelu_mlp import GeluMlp
 from narrowcast.precision.fused.gelu_mlp import can_fuse as can_fuse_16_bits
+from narrowcast.precision.fused.language_models import (
+    attend_as_ever,
+    attend_without_mask,
+    fuse_loss,
+)
 from narrowcast.precision.memory.checkpointing import recompute_blocks
 from narrowcast.precision.memory.host_activations import offload_blocks
-from narrowcast.precision.modules.recurrent import compact_recurrent
 from narrowcast.precision.modules.siblings import siblings_in
 from narrowcast.precision.modules.wrappers import (
     Bf16Recurrent,
@@ -32,6 +44,14 @@ from narrowcast.precision.modules.wrappers import (
     RoundedNorm,
     Untraced,
     WithoutFastPath,
+    compact_bf16,
+)
+from narrowcast.precision.plan.fusing import causal_models, requested_pieces
+from narrowcast.precision.plan.known_modules import (
+    GatedMlp,
+    gelu_approximation,
+    match_gated_mlp,
+    match_rms_norm,
 )
 from narrowcast.precision.plan.module_plan import (
     ModulePlan,
@@ -43,10 +63,56 @@ from narrowcast.precision.plan.module_plan import (
 )
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.products.entry import InRegion, PreparedModel, RegionEntry
 from narrowcast.precision.products.operands import ProductFormats
-from narrowcast.precision.products.regions import Region
-from narrowcast.precision.swap import has_own_forward, plain_class, restore, swap
+from narrowcast.precision.products.regions import InRegion, PreparedModel, Region, RegionEntry
+from narrowcast.precision.swap import fused_mlp_layers, has_own_forward, plain_class, restore, swap
+
+CPU_CHUNK_ROWS = 1024
+"""Rows of logits that a CPU holds at once; a GPU knows by itself how many."""
+
+
+def fuse_pieces(model: nn.Module, plan: Plan) -> None:
+    """Let the modules of each fused piece compute it as one."""
+    device = torch.device(plan.hardware.device)
+    without_masks = any(piece.fused for piece in plan.fused if piece.piece == "mask")
+    for piece in plan.fused:
+        if piece.piece == "mask" and not piece.fused and without_masks:
+            for name in piece.modules:
+                attend_as_ever(model.get_submodule(name))
+        if piece.fused and piece.piece == "loss":
+            _fuse_losses(model, set(piece.modules), device)
+        elif piece.fused:
+            for name in piece.modules:
+                _fuse_module(model.get_submodule(name), piece.piece, plan, device.type)
+
+
+def _fuse_losses(model: nn.Module, names: Set[str], device: torch.device) -> None:
+    chunk_rows = CPU_CHUNK_ROWS if device.type == "cpu" else None
+    for result in list(causal_models(model)):
+        if result.name in names:
+            fuse_loss(model.get_submodule(result.name), result.head, chunk_rows=chunk_rows)
+
+
+def _fuse_module(module: nn.Module, piece: str, plan: Plan, device: str) -> None:
+    where = {"nc_device": device, "nc_compiled": requested_pieces(plan.fuse) is not None}
+    widened = plan.policy.params != "fp32"  # a norm in fp32 between 16-bit neighbours
+    match piece:
+        case "mask":
+            attend_without_mask(module)
+        case "layer_norm":
+            swap(module, OnePassLayerNorm, nc_widened=widened, **where)
+        case "gelu":
+            swap(module, OnePassGelu, nc_approximation=gelu_approximation(module), **where)
+        case "rms_norm":
+            swap(module, OnePassNorm, nc_norm=match_rms_norm(module), nc_widened=widened, **where)
+        case "swiglu":
+            known = match_gated_mlp(module)
+            swap(module, OnePassGate, nc_mlp=known, **where)
+            if isinstance(known, GatedMlp) and can_chain(module, known):
+                swap(module, Fp8GatedMlp, nc_chain=known)
+        case _:
+            swap(module, OnePassTurn, nc_turning=forward_turning(module, device), **where)
+
 
 _Held = TypeVar("_Held")
 
@@ -310,3 +376,81 @@ def _dtype(name: str) -> torch.dtype:
     dtype = plain_format(name).dtype
     assert dtype is not None
     return dtype
+
+
+def check_shared_memory(model: nn.Module, trained: Set[nn.Parameter], plan: Plan) -> None:
+    """Refuse 16-bit weights that would have memory of their own, where they shared one with others.
+
+    With weights that are trained or frozen, or with buffers. In fp32 nothing is moved, and they
+    stay what they are to torch.
+    """
+    narrow = {m.name: m.policy.params for m in plan.modules if m.policy.params != "fp32"}
+    if not narrow:
+        return
+    held: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    lowered = {
+        n: narrow[_owner(n)] for n, t in held.items() if t in trained and _owner(n) in narrow
+    }
+    for one, other in _overlapping(held):
+        stored = lowered.get(one) or lowered.get(other)
+        if stored is not None:
+            stay = " and ".join(f"`{_owner(name) or '*'}: params=fp32`" for name in (one, other))
+            raise UnsupportedError(
+                f"{other} shares memory with {one}, but params={stored} stores them separately, "
+                "which would untie them. Use one Parameter in both modules, multiply by a view of "
+                f"it in forward(), or write {stay} in the policy."
+            )
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _overlapping(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield the names of tensors that share an element, in the order of the model."""
+    places = {name: i for i, name in enumerate(tensors)}
+    begun = sorted(
+        (str(t.device), t.data_ptr(), name)
+        for name, t in tensors.items()
+        if type(t) in (*PLAIN, nn.Buffer) and t.numel() and t.device.type != "meta"
+    )
+    before: list[tuple[str, int, str]] = []
+    for device, begin, name in begun:
+        before = [each for each in before if each[0] == device and each[1] > begin]
+        for _, _, other in before:
+            if _share_an_element(tensors[other], tensors[name]):
+                one, two = sorted((other, name), key=places.__getitem__)
+                yield one, two
+        before.append((device, begin + _extent(tensors[name]), name))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
+def _share_an_element(first: Tensor, second: Tensor) -> bool:
+    """Say so of two whose extents overlap, the first of which begins no later than the second."""
+    if is_dense(first) and is_dense(second):
+        return True
+    # Columns of one matrix, say, lie in between one another.
+    begin, size = first.data_ptr(), first.element_size()
+    separate = second.data_ptr() - begin
+    if size != second.element_size() or separate % size:
+        return True  # of other formats, over one another
+    length = max(_extent(first), separate + _extent(second)) // size
+    touched = torch.zeros(length, dtype=torch.bool)
+    touched.as_strided(first.shape, first.stride(), 0).fill_(True)
+    return bool(touched.as_strided(second.shape, second.stride(), separate // size).any())
+
+
+def compact_recurrent(model: nn.Module, *, only: Set[nn.Parameter] | None = None) -> None:
+    """Lay the weights of recurrent layers side by side again, where cuDNN wants them so.
+
+    With `only` given, a layer that has other weights too stays where it is.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and (only is None or only >= set(module.parameters())):
+            module.flatten_parameters()
+            compact_bf16(module)

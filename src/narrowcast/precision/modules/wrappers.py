@@ -7,17 +7,47 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends.cudnn.rnn import get_cudnn_mode
 
 from narrowcast.errors import UnsupportedError
+from narrowcast.kernels.launch import PLAIN
 from narrowcast.precision.fp8.delayed import AmaxHistory
-from narrowcast.precision.modules.recurrent import compact_bf16
 from narrowcast.precision.nested import cast_arguments, cast_first_float, first_float, map_tensors
 from narrowcast.precision.products.autocast import autocast_off
 from narrowcast.precision.products.emulated import linear_product
 from narrowcast.precision.products.modes import sees_reductions
-from narrowcast.precision.products.operands import ProductFormats
-from narrowcast.precision.products.straight import is_transformed
+from narrowcast.precision.products.operands import ProductFormats, is_transformed
 from narrowcast.precision.swap import Mixin
+
+
+def compact_bf16(layer: nn.RNNBase) -> None:
+    """Do what `flatten_parameters()` does for the bf16 weights that a layer computes with.
+
+    As of torch 2.13 it passes these by, by a list of dtypes older than cuDNN's bf16, though the
+    layer itself takes them to cuDNN: that would copy them in every call, and torch warn of it.
+    """
+    flat = layer._flat_weights
+    weights = [w for w in flat if isinstance(w, Tensor) and type(w) in PLAIN]
+    if torch.compiler.is_compiling() or is_transformed() or len(weights) < len(flat):
+        return
+    # The same question the layer asks of its input when it is called.
+    if not all(w.dtype == torch.bfloat16 and torch.cudnn_is_acceptable(w) for w in weights):
+        return
+    distinct = len({w.data_ptr() for w in weights}) == len(weights)  # as torch asks: none is shared
+    if not (distinct and torch._use_cudnn_rnn_flatten_weight()):
+        return
+    with torch.no_grad(), torch.cuda.device_of(weights[0]):
+        torch._cudnn_rnn_flatten_weight(
+            weights,
+            (4 if layer.bias else 2) + (layer.proj_size > 0),
+            layer.input_size,
+            get_cudnn_mode(layer.mode),
+            layer.hidden_size,
+            layer.proj_size,
+            layer.num_layers,
+            layer.batch_first,
+            layer.bidirectional,
+        )
 
 
 class EmulatedLinear(Mixin, nn.Linear):

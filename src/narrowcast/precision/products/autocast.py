@@ -1,12 +1,17 @@
-"""Autocast as an emulated region uses it: as a word of the user, never as arithmetic.
+"""What is active in this thread: the region of a prepared model, by its name, and autocast.
+
+A module that finds its own region here computes as it is; any other enters its own first. It is a
+name because `torch.compile` compiles again for another name, but not for another object of the same
+class.
 
 A region of 16 bits is inside torch's autocast whether its products are native or emulated, so that
-what asks for it (`torch.amp.custom_fwd`, activation checkpointing, a model's own code) hears the
-truth, and `torch.autocast(..., enabled=False)` around fp32 products, an island, can be noticed. The
+code that asks for it (`torch.amp.custom_fwd`, activation checkpointing, a model's own code) gets
+the right answer, and `torch.autocast(..., enabled=False)` around fp32 products can be noticed. The
 casts themselves would make native 16-bit products: whatever is emulated computes with them off.
 """
 
 import contextlib
+import threading
 from typing import Any, final
 
 import torch
@@ -52,3 +57,29 @@ class _Off:
 
     def __exit__(self, *_: object) -> None:
         torch.set_autocast_enabled(self._device_type, True)
+
+
+_here = threading.local()
+
+
+def active_region() -> str | None:
+    """Return the name of the region in force; None outside all of them."""
+    name: str | None = getattr(_here, "name", None)
+    return name
+
+
+def set_active_region(name: str | None) -> None:
+    """Let a region be in force, or none; whoever does so puts back what was."""
+    _here.name = name
+    if not torch.compiler.is_compiling():
+        _here.cache = None if name is None else {}
+
+
+def active_cache() -> dict[int, Any] | None:
+    """Return what modules keep for one another while this region is in force; None outside.
+
+    Gone when another is put in its place: nothing is kept from pass to pass, nor from an eager pass
+    to one that a CUDA graph captures. Not for what is compiled.
+    """
+    stored: dict[int, Any] | None = getattr(_here, "cache", None)
+    return stored

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from narrowcast.numerics import FP32, BlockFormat, Format
-from narrowcast.precision.products.operands import Along, ProductFormats, is_delayed
-from narrowcast.precision.products.straight import Scaled, straight, unseen
+from narrowcast.precision.products.operands import (
+    Along,
+    ProductFormats,
+    Scaled,
+    is_delayed,
+    straight,
+    unseen,
+)
 
 
 class OperandScales(NamedTuple):

@@ -14,19 +14,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowcast.errors import UnsupportedError
 from narrowcast.numerics import FP32, TF32, Format
-from narrowcast.numerics.carriers import CHUNK
+from narrowcast.numerics.methods import CHUNK
 from narrowcast.precision.products import differentiable
 from narrowcast.precision.products.autocast import autocast_off
 from narrowcast.precision.products.differentiable import OperandScales
-from narrowcast.precision.products.jagged import of_jagged_rows
 from narrowcast.precision.products.operands import (
     ProductFormats,
     is_delayed,
+    is_transformed,
     operand,
     rounded,
+    straight,
+    unseen,
 )
-from narrowcast.precision.products.straight import is_transformed, straight, unseen
+
+
+def of_jagged_rows(product: Callable[[Tensor, Tensor], Tensor], x: Any, weight: Tensor) -> Tensor:
+    """Return the product of each row and a weight, in rows of the same lengths."""
+    if x._ragged_idx != 1:
+        raise UnsupportedError(
+            "A linear layer needs jagged tensors whose lengths differ in dimension 1, got "
+            f"dimension {x._ragged_idx}. Transpose the input back."
+        )
+    return torch.nested.nested_tensor_from_jagged(
+        product(x.values(), weight),
+        x.offsets(),
+        x.lengths(),
+        min_seqlen=x._maybe_min_seqlen,
+        max_seqlen=x._maybe_max_seqlen,
+    )
+
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -1,27 +1,169 @@
-"""The function modes of emulated regions: what becomes of a product that a model asks torch for."""
+"""The function modes of emulated regions: what they do with a product that a model calls.
 
+A mode sees a call that starts a backward pass and steps aside for everything inside it: for passes
+that activation checkpointing runs again, and for backward functions that `torch.amp.custom_bwd`
+puts back into autocast. The same pass from an edge of the graph instead of a tensor goes by it
+unseen.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import TracingContext
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from narrowcast.numerics import FP32, Format, plain_format
 from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.products.active_region import active_region
 from narrowcast.precision.products.attention import multi_head_attention
-from narrowcast.precision.products.autocast import autocast_off
-from narrowcast.precision.products.backward import BACKWARD, backward_under
+from narrowcast.precision.products.autocast import active_region, autocast_off
 from narrowcast.precision.products.emulated import (
     is_cast,
     linear_product,
     rounded_call,
     widest_float,
 )
-from narrowcast.precision.products.functions import HIDING, IN_PLACE, PRODUCTS, REDUCTIONS
 from narrowcast.precision.products.operands import ProductFormats
+
+# The functions torch's autocast runs in 16 bits, as a function mode sees them: each is a product
+# of its floating-point arguments.
+PRODUCTS: frozenset[Any] = frozenset(
+    {
+        torch.mm, torch.bmm, torch.mv, torch.matmul, torch.addmm, torch.addmv, torch.addbmm,
+        torch.baddbmm, torch.einsum, torch.tensordot, torch.inner, torch.dot, torch.bilinear,
+        torch.chain_matmul, torch.linalg.multi_dot, torch.linalg.matmul, torch.linalg.vecdot,
+        torch.vdot, torch.Tensor.vdot,
+        torch.Tensor.mm, torch.Tensor.bmm, torch.Tensor.mv, torch.Tensor.matmul,
+        torch.Tensor.addmm, torch.Tensor.addmv, torch.Tensor.addbmm, torch.Tensor.baddbmm,
+        torch.Tensor.inner, torch.Tensor.dot, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__,
+        F.bilinear, F.scaled_dot_product_attention,
+        F.conv1d, F.conv2d, F.conv3d,
+        F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+        torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
+        torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.conv_tbc,
+    }
+)  # fmt: skip
+
+# Functions in which torch multiplies where nobody sees it, which stay in fp32.
+HIDING: frozenset[Any] = frozenset(
+    {
+        torch.cov, torch.corrcoef, torch.matrix_power, torch.linalg.matrix_power, torch.matrix_exp,
+        torch.linalg.matrix_exp, torch.Tensor.cov, torch.Tensor.corrcoef, torch.Tensor.matrix_power,
+        torch.Tensor.matrix_exp,
+    }
+)  # fmt: skip
+
+IN_PLACE: dict[Any, Any] = {
+    torch.Tensor.addmm_: torch.Tensor.addmm,
+    torch.Tensor.addmv_: torch.Tensor.addmv,
+    torch.Tensor.addbmm_: torch.Tensor.addbmm,
+    torch.Tensor.baddbmm_: torch.Tensor.baddbmm,
+}
+
+# Where a 16-bit stream must be widened first: sums, exponentials, normalisations, losses.
+REDUCTIONS: frozenset[Any] = frozenset(
+    {
+        torch.softmax, torch.log_softmax, torch.logsumexp, torch.sum, torch.mean, torch.prod,
+        torch.cumsum, torch.cumprod, torch.var, torch.std, torch.norm, torch.exp, torch.log,
+        torch.pow, torch.rsqrt, torch.linalg.vector_norm, torch.linalg.norm, torch.cdist,
+        torch.dist, torch.log1p, torch.log2, torch.log10, torch.expm1, torch.reciprocal,
+        torch.Tensor.log1p, torch.Tensor.log2, torch.Tensor.log10, torch.Tensor.expm1,
+        torch.Tensor.reciprocal, torch.Tensor.dist, F.softplus, F.multi_margin_loss,
+        F.multilabel_margin_loss, F.soft_margin_loss, F.pairwise_distance,
+        torch.Tensor.softmax, torch.Tensor.log_softmax, torch.Tensor.logsumexp, torch.Tensor.sum,
+        torch.Tensor.mean, torch.Tensor.prod, torch.Tensor.cumsum, torch.Tensor.cumprod,
+        torch.Tensor.var, torch.Tensor.std, torch.Tensor.norm, torch.Tensor.exp, torch.Tensor.log,
+        torch.Tensor.pow, torch.Tensor.rsqrt,
+        F.softmax, F.log_softmax, F.softmin, F.layer_norm, F.group_norm, F.rms_norm,
+        F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+        F.kl_div, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss,
+        F.gaussian_nll_loss, F.cosine_similarity, F.cosine_embedding_loss, F.normalize,
+        F.margin_ranking_loss, F.hinge_embedding_loss, F.triplet_margin_loss, F.ctc_loss,
+    }
+)  # fmt: skip
+
+
+BACKWARD: frozenset[Any] = frozenset(
+    {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+)
+
+_Ends = Tensor | GradientEdge | Sequence[Tensor | GradientEdge]
+
+
+def backward_under(
+    mode: TorchFunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Do what one of the functions of `BACKWARD` does, with a mode in force inside."""
+    if func is torch.autograd.grad:
+        return _grad(mode, *args, **kwargs)
+    names = ("gradient", "retain_graph", "create_graph", "inputs")
+    settings = dict(zip(names, args[1:], strict=False)) | kwargs  # by name, of a function
+    loss = args[0] if args else settings.pop("tensors")
+    edges = _from_edges(loss, settings.pop("grad_tensors", settings.pop("gradient", None)))
+    inputs = settings.pop("inputs", None)
+    inputs = () if inputs is None else _several(inputs)
+    ends = _edges(inputs)
+    # What no graph ends in has its `grad` set by torch itself, and only where a tensor was given.
+    leaves = all(isinstance(end, GradientEdge) or end.is_leaf for end in inputs)
+    if edges is None or ends is None or not leaves:
+        return func(*args, **kwargs)
+    with mode:
+        return torch.autograd.backward(*edges, inputs=ends or None, **settings)
+
+
+def _grad(
+    mode: TorchFunctionMode,
+    outputs: _Ends,
+    inputs: _Ends,
+    grad_outputs: Any = None,
+    **settings: Any,
+) -> Any:
+    edges, ends = _from_edges(outputs, grad_outputs), _edges(_several(inputs))
+    by_tensor = settings.get("materialize_grads") or settings.get("is_grads_batched")
+    if edges is None or ends is None or by_tensor:
+        return torch.autograd.grad(outputs, inputs, grad_outputs, **settings)  # type: ignore[arg-type]
+    with mode:
+        return torch.autograd.grad(edges[0], ends, edges[1], **settings)
+
+
+def _from_edges(
+    outputs: _Ends, gradients: Any
+) -> tuple[tuple[GradientEdge, ...], tuple[Any, ...]] | None:
+    """Return where a pass begins, with what; None where torch would refuse it."""
+    several = _several(outputs)
+    edges = _edges(several)
+    inputs = (None,) * len(several) if gradients is None else _several(gradients)
+    if edges is None or len(inputs) != len(several):
+        return None
+    filled = []
+    for end, gradient in zip(several, inputs, strict=True):
+        if gradient is None:
+            if not isinstance(end, Tensor) or end.numel() != 1:
+                return None
+            gradient = torch.ones_like(end, memory_format=torch.preserve_format)
+        filled.append(gradient)
+    return edges, tuple(filled)
+
+
+def _edges(ends: tuple[Any, ...]) -> tuple[GradientEdge, ...] | None:
+    if not all(isinstance(end, GradientEdge) or _has_edge(end) for end in ends):
+        return None
+    return tuple(e if isinstance(e, GradientEdge) else get_gradient_edge(e) for e in ends)
+
+
+def _has_edge(tensor: Tensor) -> bool:
+    """Say so but of tensors inside `torch.func`, and of what has no gradients."""
+    return tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Tensor | GradientEdge):
+        return (value,)
+    return tuple(value)
+
 
 # By name, for modes to look up: a number that `torch.compile` reads from an object of a run, and
 # that is another one when the policy is, it takes for a variable, and then cannot decide by it.

@@ -1,23 +1,37 @@
-"""Regions: the format in which products run that no module of ours makes.
+"""Regions: the format of products that no module of ours makes, and how modules enter theirs.
 
 Attention, `@`, einsum, convolutions and recurrent layers are reached through a region around the
 forward pass, entered for the whole model and again, with another format, by modules that are an
-exception. A native region is torch's autocast; an emulated one a function mode inside it, which
-`torch.compile` traces through like the code it covers, and which heeds what `torch.autocast` a user
-nests in it: switched off, that is an island of plain torch.
+exception. A native region is torch's autocast. An emulated one is a function mode inside it, which
+`torch.compile` traces through like the code it covers. It heeds a `torch.autocast` that a user
+nests in it: switched off, products inside are plain torch.
+
+A module whose region is active computes as it is: `autocast()` has entered that of the model, and
+modules that are an exception that of what is inside them. Any other enters its own: a module that
+is an exception, and one that is called by itself, outside its model's passes (to evaluate, to
+generate, one encoder of two, in the middle of another model's pass).
 """
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FunctionType, TracebackType
+from typing import Any, Protocol, final
 
 import torch
+from torch import nn
 
 from narrowcast.numerics import plain_format
+from narrowcast.precision.nested import widen_floats
 from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.products.autocast import active_region, set_active_region
 from narrowcast.precision.products.emulated import TRACED_RIGHTLY
 from narrowcast.precision.products.modes import EmulatedProducts, RoundedReductions
+from narrowcast.precision.swap import Transparent
 
 
 @dataclass(frozen=True)
@@ -122,3 +136,235 @@ def tf32_products() -> Iterator[None]:
     finally:
         for switch, value in zip(switches, before, strict=True):
             switch.fp32_precision = value
+
+
+class PassListener(Protocol):
+    """Is told where the passes of a model begin and end."""
+
+    def begin_pass(self) -> None:
+        """Take note that a pass begins."""
+
+    def end_pass(self) -> None:
+        """Take note that it has ended."""
+
+
+_CAST = "cast "
+"""In the names of regions inside which torch's autocast is on."""
+
+
+@final
+class PreparedModel:
+    """What all regions of one prepared model have in common."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.name = f"{id(model):x} "
+        """Begins the names of its regions; the same for as long as the model is there."""
+        self._listener: weakref.ref[PassListener] | None = None
+
+    def tell(self, listener: PassListener) -> None:
+        """Tell somebody of this model's passes, for as long as others hold it."""
+        self._listener = weakref.ref(listener)
+
+    @property
+    def listener(self) -> PassListener | None:
+        """Who is told of passes."""
+        return None if self._listener is None else self._listener()
+
+
+@final
+@dataclass(frozen=True)
+class RegionEntry:
+    """A region of one prepared model."""
+
+    region: Region
+    model: PreparedModel
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        cast = _CAST if self.region.is_of_16_bits else ""
+        object.__setattr__(self, "name", f"{self.model.name}{cast}{self.region}")
+
+    @property
+    def is_autocast_disabled(self) -> bool:
+        """Whether a region of this model is in force, and its autocast switched off by somebody."""
+        around = active_region()
+        if around is None:
+            # Activation checkpointing computes again in a thread of its own, and has put autocast
+            # there back to what it was; a backward pass of somebody's own knows of no autocast.
+            inside = self.region.is_of_16_bits and _is_in_backward() and _is_in_inner_autocast()
+        else:
+            inside = around.startswith(self.model.name + _CAST)
+        return inside and not torch.is_autocast_enabled(self.region.device_type)
+
+
+class InRegion(Transparent):
+    """A module of a prepared model, which finds its region in force or enters it."""
+
+    nc_entry: RegionEntry
+    nc_begins: bool = False
+    """Whether its region is another than that around it."""
+    nc_widens: bool = False
+    """Whether what it returns goes on in fp32, among weights that 16 bits would not fit."""
+    nc_is_model: bool = False
+    """Whether it is the prepared model itself."""
+    nc_narrow: bool = False
+    """Whether somebody who does not train it gave it weights of 16 bits, which want such inputs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, inside its region."""
+        if active_region() != self.nc_entry.name and not self.nc_entry.is_autocast_disabled:
+            return self._nc_enter(super().forward, args, kwargs)
+        if self.nc_is_model and not torch.compiler.is_compiling():
+            return self._nc_annotate(super().forward, args, kwargs)
+        return super().forward(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Say the format where the model is printed."""
+        own = f"in {self.nc_entry.region.format_name}" if self.nc_begins else ""
+        return ", ".join(filter(None, [super().extra_repr(), own]))
+
+    def _nc_enter(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.nc_entry.region.is_plain and not self.nc_narrow:
+            args, kwargs = widen_floats((args, kwargs))
+        if torch.compiler.is_compiling():
+            result = self._nc_compiled(call, args, kwargs)
+        else:
+            with Pass(self.nc_entry):
+                result = call(*args, **kwargs)
+        return widen_floats(result) if self.nc_widens else result
+
+    def _nc_annotate(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # A pass inside `autocast()`, where it may be one without gradients.
+        listener = self.nc_entry.model.listener
+        if listener is None or _is_in_backward():
+            return call(*args, **kwargs)
+        listener.begin_pass()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            listener.end_pass()
+
+    def _nc_compiled(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        around = active_region()
+        set_active_region(self.nc_entry.name)
+        try:
+            with self.nc_entry.region.autocast():
+                return self._nc_inside(call, args, kwargs)
+        finally:
+            set_active_region(around)
+
+    def _nc_inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # On its own, because torch.compile cannot trace one context inside another in one function.
+        with self.nc_entry.region.products():
+            return call(*args, **kwargs)
+
+    @classmethod
+    def nc_namespace(cls, plain: type[nn.Module]) -> dict[str, Any]:
+        """Let every way into the module that is its own enter the region, `encode` as `forward`."""
+        return {name: _entering(function) for name, function in _ways_in(plain)}
+
+
+def _is_in_backward() -> bool:
+    """Say whether this thread is in a backward pass; a compiler need not know."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+@contextlib.contextmanager
+def passing_back() -> Iterator[None]:
+    """Run a backward pass in the block: layers that it calls are in no region, and enter theirs.
+
+    On a CPU it runs in this thread, where a region may be in force.
+    """
+    around, began = active_region(), getattr(_backward, "depth", 0)
+    set_active_region(None)
+    _backward.depth = _autocast_depth()
+    try:
+        yield
+    finally:
+        set_active_region(around)
+        _backward.depth = began
+
+
+_backward = threading.local()
+"""How deep in blocks of autocast the thread's backward pass began: in those of autograd, in none"""
+
+
+def _is_in_inner_autocast() -> bool:
+    """Say whether a block of `torch.autocast` was entered in this backward pass, on or off."""
+    return _autocast_depth() > getattr(_backward, "depth", 0)
+
+
+def _autocast_depth() -> int:
+    depth: int = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth - 1
+
+
+@final
+class Pass:
+    """Puts a region in force, whatever is around: hold it over forward passes and their loss."""
+
+    def __init__(
+        self, entry: RegionEntry, *, explain: Callable[[BaseException], None] | None = None
+    ) -> None:
+        """Take a region, and who may add to what an error inside it says."""
+        self._entry, self._explain = entry, explain
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> None:
+        """Put the region in the place of the one around it, which may be a native one."""
+        around = active_region()
+        message = None if _is_in_backward() else self._listener(around)
+        with contextlib.ExitStack() as stack:
+            stack.callback(set_active_region, around)
+            set_active_region(self._entry.name)
+            stack.enter_context(self._entry.region())
+            if message is not None:
+                message.begin_pass()
+                stack.callback(message.end_pass)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Put back what was in force before."""
+        self._entered.pop().__exit__(kind, error, traceback)
+        if error is not None and self._explain is not None:
+            self._explain(error)
+
+    def _listener(self, around: str | None) -> PassListener | None:
+        """Who is to be told; nobody where a pass of this model is under way already."""
+        model = self._entry.model
+        return None if (around or "").startswith(model.name) else model.listener
+
+
+def get_entry(model: nn.Module) -> RegionEntry:
+    """Return the region of a prepared model."""
+    assert isinstance(model, InRegion)
+    return model.nc_entry
+
+
+def _ways_in(plain: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the public methods of a class that are not every module's."""
+    for name in dir(plain):
+        function = inspect.getattr_static(plain, name)
+        if name.startswith(("_", "nc_")) or hasattr(nn.Module, name):
+            continue
+        if (getattr(function, "__module__", None) or "").startswith("torch.nn."):
+            continue  # a layer's own: it enters by `forward`
+        # What a generator does, it does after it was returned.
+        if isinstance(function, FunctionType) and not inspect.isgeneratorfunction(function):
+            yield name, function
+
+
+def _entering(function: FunctionType) -> Any:
+    @functools.wraps(function)
+    def method(self: InRegion, *args: Any, **kwargs: Any) -> Any:
+        if active_region() == self.nc_entry.name or self.nc_entry.is_autocast_disabled:
+            return function(self, *args, **kwargs)
+        return self._nc_enter(functools.partial(function, self), args, kwargs)
+
+    return method

@@ -301,3 +301,33 @@ def _outlines(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
     frozen = map(Tensor.is_inference, tensors)
     parts = map(_SHAPE, tensors), map(_DTYPE, tensors), map(_DEVICE, tensors)
     return list(zip(*parts, frozen, strict=True))
+
+
+@contextlib.contextmanager
+def preserve_grads_and_buffers(
+    model: nn.Module, weights: Iterable[nn.Parameter] = ()
+) -> Iterator[None]:
+    """Begin the block without gradients; give gradients and buffers back afterwards, bit for bit.
+
+    `weights` are some that need not be the model's. What a module keeps elsewhere, in attributes of
+    its own, is not known here.
+    """
+    gradients = [(p, p.grad) for p in {*model.parameters(), *weights}]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer  # a module may have put another in its place
+                # As `.data`: this is no change that anybody must know of.
+                buffer.data.copy_(value)

@@ -1,9 +1,12 @@
 """What `prepare` and a step refuse, each with what to do instead."""
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.precision.plan.gains import Execution
 from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 from narrowcast.precision.swap import Probe, is_swapped
-from narrowcast.precision.weights.frozen_base import check_not_quantized
 from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.precision.weights.ownership import check_not_prepared
 
@@ -251,3 +254,75 @@ def check_plan(model: nn.Module, plan: Plan, *, mine: Plan) -> None:
             "The plan must have the memory settings of this run, because only prepare() can set "
             "them. Make it with memory=prepared.plan.memory.requested."
         )
+
+
+_OF_PRODUCTS = re.compile(r"mat1 and mat2|self and mat|batch1|Input type|expected scalar type")
+_NARROW = (torch.bfloat16, torch.float16)
+_SAYS = "narrowcast: "
+
+
+@contextlib.contextmanager
+def explaining_dtypes(model: nn.Module) -> Iterator[None]:
+    """Explain the errors that are raised in the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        explain_dtypes(model, error)
+        raise
+
+
+def explain_dtypes(model: nn.Module, error: BaseException) -> None:
+    """Add to an error of torch's about dtypes which weights may stay in fp32, and how.
+
+    Autocast brings inputs to the format of such weights; a model that switches it off for a layer,
+    or calls one in a backward pass of its own, does so without it.
+    """
+    if not _is_of_formats(str(error)) or any(map(_is_ours, getattr(error, "__notes__", []))):
+        return
+    name = _innermost(error.__traceback__, model)
+    if name is None:
+        return
+    error.add_note(
+        f"{_SAYS}the weights of {name or 'the model'} are stored in 16 bits and its input was not "
+        f"cast to their format, for example because autocast is off. Write `{name or '*'}: "
+        "params=fp32` in the policy, or cast the input to the weight's dtype."
+    )
+
+
+def _is_of_formats(said: str) -> bool:
+    """Say whether a product was given fp32 and 16 bits, and nothing else."""
+    narrow = "BFloat16" in said or "Half" in said
+    wide = re.search(r"\b[Ff]loat|FloatT", said) is not None
+    whole = re.search(r"Long|Int|Byte|Bool|Char|Short", said) is not None
+    return bool(_OF_PRODUCTS.search(said)) and narrow and wide and not whole
+
+
+def _is_ours(note: str) -> bool:
+    return note.startswith(_SAYS)
+
+
+def _innermost(traceback: TracebackType | None, model: nn.Module) -> str | None:
+    """Return the name of the module with 16-bit weights that was called last; None without one."""
+    names = {id(module): name for name, module in model.named_modules()}
+    result = None
+    while traceback is not None:
+        module = traceback.tb_frame.f_locals.get("self")
+        if id(module) in names and isinstance(module, nn.Module):
+            narrow = any(p.dtype in _NARROW for p in module.parameters(recurse=False))
+            result = names[id(module)] if narrow else result
+        traceback = traceback.tb_next
+    return result
+
+
+def check_not_quantized(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a weight stored in e4m3 would be trained."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedFrozenLayer):
+            weight = module.weight_e4m3
+            if weight.requires_grad or weight in held:
+                raise ConfigError(
+                    f"The weight of {name} is stored in e4m3 and cannot be trained. Pass [p for p "
+                    "in model.parameters() if p.requires_grad] to the optimizer, or call "
+                    "dequantize_frozen(model) and build the optimizer again."
+                )

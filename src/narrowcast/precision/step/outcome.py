@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from narrowcast.hardware.async_copy import AsyncCopy
+from narrowcast.hardware.transfers import AsyncCopy
 
 NO_MODULE = "no single module (the sum of all gradients overflowed)"
 """In the place of a module's name."""

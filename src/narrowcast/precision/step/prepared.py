@@ -1,7 +1,7 @@
-"""`Prepared`: what users hold of a model that was made ready.
+"""`prepare` and `Prepared`: make a model train in a policy's formats, with any torch optimizer.
 
 A step is: scaled backward passes, one look at the gradients (norm, finite or not), unscale and clip
-in one multiplication, the optimizer, the scale. Whether it is applied is decided on the device; the
+in one multiplication, the optimizer, the scale. Whether it is applied is decided on the device. The
 host learns of it later, and only then does the learning-rate schedule move, so that it never moves
 on a skipped step. How that is done, and the parts of a step for those who take it apart, is in
 `engine`.
@@ -9,7 +9,7 @@ on a skipped step. How that is done, and the parts of a step for those who take 
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,27 +17,89 @@ from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.precision.dtensor import check_dtypes_stay
-from narrowcast.precision.gradients.loss_scale import LossScale
-from narrowcast.precision.gradients.scale_request import RequestedScale, settings_from
+from narrowcast.precision.gradients.loss_scale import LossScale, RequestedScale, settings_from
+from narrowcast.precision.plan.fusing import Fuse
 from narrowcast.precision.plan.gains import Execution
+from narrowcast.precision.plan.memory import Memory
+from narrowcast.precision.plan.module_plan import multiplies
 from narrowcast.precision.plan.plan import Plan, PrecisionChange, changes_between, make_plan
-from narrowcast.precision.plan.policy import AnyPolicy
+from narrowcast.precision.plan.policy import AnyPolicy, short_text
 from narrowcast.precision.step.captured_step import CapturedStep
 from narrowcast.precision.step.checks import (
+    check_buckets,
     check_execution,
     check_gradients_exist,
     check_loss,
+    check_model_and_optimizer,
+    check_settings,
 )
-from narrowcast.precision.step.describe import described
-from narrowcast.precision.step.engine import Engine
+from narrowcast.precision.step.engine import Engine, dropped_on_failure, give_back_gradients
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.saved_state import collect_state, load_state
-from narrowcast.precision.step.stats import Stats
-from narrowcast.precision.step.step_gradients import dropped_on_failure, give_back_gradients
+from narrowcast.precision.step.step_log import AnyScheduler, Schedules, Stats
 from narrowcast.precision.step.weight_swap import swapped_in
-from narrowcast.precision.weights.multi_optimizer import member_optimizers
-from narrowcast.precision.weights.stored_bytes import bytes_by_role
+from narrowcast.precision.weights.lookahead import Lookahead
+from narrowcast.precision.weights.multi_optimizer import as_one, member_optimizers
+from narrowcast.precision.weights.trained import bytes_by_role
 from narrowcast.runs import FindingRecord
+
+
+def described(engine: Engine) -> str:
+    """Say what is trained, in which formats, how it is updated, and how far it has come."""
+    policy, plan = engine.plan.policy, engine.plan
+    lines = {
+        "policy": f"{short_text(policy)}, {_how(plan)} on {plan.hardware.name}",
+        "weights": f"{_weights(engine)}, stored in {policy.params}, master {policy.master}",
+        "update": _update(engine),
+        "steps": _steps(engine),
+        "loss scale": _scale(engine),
+    }
+    if (point := engine.weights.lookahead) is not None:
+        ahead = point.settings
+        lines["lookahead"] = (
+            f"interpolation {ahead.interpolation:g}, rate {ahead.rate:g}, leads in {ahead.storage}"
+        )
+    fused = dict.fromkeys(each.piece for each in plan.fused if each.fused)
+    lines |= {"fused": ", ".join(fused)} if fused else {}
+    saved = "; ".join(text for _, text in plan.memory.lines)
+    lines |= {"memory": saved} if saved else {}
+    name = type(engine.model).__name__
+    return "\n".join([f"{name}, prepared", *(f"  {key:<12}{text}" for key, text in lines.items())])
+
+
+def _how(plan: Plan) -> str:
+    ways = {module.how for module in plan.modules if multiplies(module.kind)}
+    if "emulated" not in ways:
+        return "native"
+    return "part native, part emulated" if "native" in ways else "emulated"
+
+
+def _weights(engine: Engine) -> str:
+    trained = sum(weight.numel() for weight in engine.weights.all)
+    whole = sum(weight.numel() for weight in engine.model.parameters())
+    return f"{trained:,}" if trained == whole else f"{trained:,} trained of {whole:,}"
+
+
+def _update(engine: Engine) -> str:
+    name, path = type(engine.optimizer).__name__, engine.update_path
+    return path if name in path else f"{name}, {path}"
+
+
+def _steps(engine: Engine) -> str:
+    stats = engine.log.stats
+    on_their_way = engine.steps_begun - stats.steps
+    later = f"; {on_their_way} more pending on the device" if on_their_way > 0 else ""
+    return f"{stats.applied:,} applied, {stats.skipped:,} skipped{later}"
+
+
+def _scale(engine: Engine) -> str:
+    value = engine.scales.value
+    if value is None:
+        return "none"
+    if value.device.type == "cpu":
+        return f"{float(value):g}"
+    known = engine.log.stats.scale_history
+    return f"{known[-1][1]:g} in the last finished step" if known else "on the device"
 
 
 class Prepared:
@@ -368,3 +430,116 @@ def _resolve_plan(policy: AnyPolicy | Plan, engine: Engine, running: Execution |
         memory=now.memory.requested,
         execution=running,
     )
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    policy: AnyPolicy | Plan = "default",
+    clip_norm: float | None = None,
+    scheduler: AnyScheduler | Sequence[AnyScheduler] | None = None,
+    loss_scale: RequestedScale | None = None,
+    scale_groups: Sequence[str] = (),
+    ema_decay: float | None = None,
+    lookahead: Lookahead | None = None,
+    max_skipped_steps: int = 50,
+    lost_updates_every: int = 10,
+    emulate: bool | None = None,
+    fused_optimizer: bool | None = None,
+    fuse: Fuse = "auto",
+    memory: Memory | None = None,
+    execution: Execution | None = None,
+) -> Prepared:
+    """Prepare a model and its optimizer to train in a policy's precision.
+
+    The model and the optimizer are changed in place. `Prepared.release` undoes it.
+
+    Args:
+        model: The model to train, with fp32 weights.
+        optimizer: Any torch optimizer that steps without a closure, or a list of them with
+            disjoint weights.
+        policy: A preset name or policy text, a `Policy`, a `Plan`, or a torch dtype.
+        clip_norm: Clip gradients to this total norm. None: no clipping.
+        scheduler: A learning-rate scheduler or a list of them, stepped after every applied step.
+            Step a `ReduceLROnPlateau` with `Prepared.scheduler_step`.
+        loss_scale: A `LossScale`, the initial scale, or a dict of either by loss name. None: the
+            default if the policy needs one.
+        scale_groups: Globs of modules that get an additional loss scale.
+        ema_decay: Decay of an exponential moving average (EMA) of the weights. None: no EMA.
+        lookahead: Settings of a lookahead point. Evaluate inside `Prepared.use_eval_weights` and
+            save `Prepared.eval_state_dict`.
+        max_skipped_steps: Raise `DivergedError` after this many skipped steps in a row at the
+            smallest loss scale.
+        lost_updates_every: Measure lost updates every so many steps, which takes about 1% of a
+            step. 0 turns it off.
+        emulate: As in `plan`; unused if `policy` is a `Plan`.
+        fused_optimizer: Use the fused kernel for AdamW and Adam. None: where it is supported.
+            True: always, in plain torch without a GPU. False: never. `Prepared.update_path` shows
+            the choice.
+        fuse: As in `plan`; unused if `policy` is a `Plan`.
+        memory: As in `plan`; unused if `policy` is a `Plan`.
+        execution: How the model will run: "eager", "compiled" or "graphed" (for
+            `Prepared.graphed`). None: detected. Set it if you compile or capture later, so that
+            the plan counts the host cost of fp8 correctly.
+
+    Returns:
+        The prepared run: call `autocast()` and `step(loss)` on it.
+
+    Raises:
+        ConfigError: An argument is invalid, or the model or optimizer is already prepared.
+        UnsupportedError: The model, the optimizer or this machine cannot do what was requested.
+
+    Example:
+        ```python
+        run = nc.prepare(model, optimizer, policy="bf16", clip_norm=1.0)
+        for x, y in loader:
+            with run.autocast():
+                loss = F.cross_entropy(model(x), y)
+            outcome = run.step(loss)
+        ```
+    """
+    optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    for each in optimizers:
+        check_model_and_optimizer(model, each)
+    whole = as_one(optimizers, model)
+    check_settings(
+        clip_norm=clip_norm,
+        ema_decay=ema_decay,
+        lookahead=lookahead,
+        max_skipped_steps=max_skipped_steps,
+        lost_updates_every=lost_updates_every,
+    )
+    settings = settings_from(loss_scale)
+    if isinstance(policy, Plan):
+        plan = policy
+        check_execution(plan, execution)
+    else:
+        plan = make_plan(
+            model,
+            policy,
+            emulate=emulate,
+            fuse=fuse,
+            memory=memory,
+            execution=execution,
+        )
+    check_buckets(model, plan)
+    if settings is None and plan.policy.needs_loss_scale:
+        settings = LossScale()
+    engine = Engine(
+        model,
+        whole,
+        plan,
+        clip_norm=clip_norm,
+        schedules=Schedules(scheduler, optimizer=whole),
+        loss_scale=settings,
+        scale_groups=scale_groups,
+        ema_decay=ema_decay,
+        lookahead=lookahead,
+        max_skipped_steps=max_skipped_steps,
+        lost_updates_every=lost_updates_every,
+        fused_optimizer=fused_optimizer,
+        emulate=emulate,
+    )
+    engine.schedules.hold()
+    return Prepared(engine)

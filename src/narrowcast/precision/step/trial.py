@@ -7,7 +7,7 @@ from narrowcast.precision.fp8.state import Fp8Model
 from narrowcast.precision.modules.rewrite import rewrite_modules
 from narrowcast.precision.modules.wrappers import OwnLossScale
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.products.entry import get_entry
+from narrowcast.precision.products.regions import get_entry
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.swap import restore, set_class, swap
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from narrowcast.precision.dtensor import replace_values
-from narrowcast.precision.modules.recurrent import compact_recurrent
+from narrowcast.precision.modules.rewrite import compact_recurrent
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.weights.ownership import StandIn, ValueOf
 from narrowcast.precision.weights.trained import TrainedWeights

@@ -104,20 +104,6 @@ def dequantize_frozen(model: nn.Module, dtype: torch.dtype | None = None) -> lis
     return names
 
 
-def check_not_quantized(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if a weight stored in e4m3 would be trained."""
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedFrozenLayer):
-            weight = module.weight_e4m3
-            if weight.requires_grad or weight in held:
-                raise ConfigError(
-                    f"The weight of {name} is stored in e4m3 and cannot be trained. Pass [p for p "
-                    "in model.parameters() if p.requires_grad] to the optimizer, or call "
-                    "dequantize_frozen(model) and build the optimizer again."
-                )
-
-
 def _candidates(model: nn.Module, skip: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers whose weight nobody trains and no other module has."""
     holders: dict[int, int] = {}

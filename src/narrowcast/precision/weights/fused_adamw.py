@@ -15,27 +15,78 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
 from narrowcast.kernels.adamw.twin import (
     AT_HOME,
     BLOCK,
     AdamTwin,
     Ahead,
+    Hyper,
     Weight,
+    decode,
+    encode,
     read_moments,
 )
-from narrowcast.kernels.launch import PLAIN
-from narrowcast.kernels.tables import are_same, laid_like, lies_like, upload
+from narrowcast.kernels.launch import PLAIN, are_same, laid_like, lies_like, upload
 from narrowcast.precision.dtensor import local_part, local_shards
-from narrowcast.precision.gradients.norms import GradientNorms
+from narrowcast.precision.gradients.check import GradientNorms
 from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.host_moments import OffloadedAdam, keep_on_host
-from narrowcast.precision.weights.hyper import group_hyper
 from narrowcast.precision.weights.lookahead import LookaheadPoint
-from narrowcast.precision.weights.master import SCALE, MasterWeights
-from narrowcast.precision.weights.moment_codes import FIRST, convert, like, undo_cast
+from narrowcast.precision.weights.master import SCALE, MasterWeights, WeightAverage
 from narrowcast.precision.weights.update_path import has_step_hooks, unsupported_settings
+
+
+def group_hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper:
+    """Return what decides the next step of a group's weights."""
+    return Hyper(
+        lr=group["lr"],
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
+    )
+
+
+FIRST = "exp_avg"
+"""What torch calls the first moment, whose codes have a sign."""
+
+
+def convert(state: dict[str, Any], name: str, weight: Tensor, dtype: torch.dtype) -> None:
+    """Give a moment another dtype, and the layout of its weight; codes have scales beside them."""
+    inputs = local_part(state[name])
+    local = laid_like(inputs, local_part(weight)).as_strided((inputs.numel(),), (1,))
+    state[name] = torch.zeros_like(weight.detach(), dtype=dtype)
+    if dtype in (torch.int8, torch.uint8):
+        middle = torch.full(local.shape, 2**15, dtype=torch.int64, device=local.device)
+        local, state[name + SCALE] = encode(local.float(), middle, signed=name == FIRST)
+    local_part(state[name]).as_strided((local.numel(),), (1,)).copy_(local)
+
+
+def undo_cast(state: dict[str, Any], name: str, dtype: torch.dtype) -> None:
+    """Make codes bytes again: torch's `load_state_dict` gives all of a state the weight's dtype.
+
+    Where moments are kept in another format than codes, they become fp32, without scales.
+    """
+    if state[name + SCALE].dtype != torch.float32:
+        raise CheckpointError(
+            "optimizer.load_state_dict() rounded the scales of 8-bit moments. Load the state with "
+            "run.load_state_dict() instead."
+        )
+    codes = torch.int8 if name == FIRST else torch.uint8
+    state[name] = state[name].to(codes)
+    if dtype != codes:
+        local = local_part(state[name])
+        flat = decode(local.as_strided((local.numel(),), (1,)), state.pop(name + SCALE))
+        state[name] = like(state[name], flat)
+
+
+def like(state: Tensor, flat: Tensor) -> Tensor:
+    """Return fp32 values in the shape and order of a moment."""
+    wide = torch.zeros_like(state, dtype=torch.float32)
+    local_part(wide).as_strided((flat.numel(),), (1,)).copy_(flat)
+    return wide
+
 
 SECOND, STEP = "exp_avg_sq", "step"
 _GRAD = attrgetter("grad")

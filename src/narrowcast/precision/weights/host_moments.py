@@ -13,32 +13,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from narrowcast.errors import UnsupportedError
-from narrowcast.hardware.lane import Lane, Mark, mark_now, on_host, wait_for
+from narrowcast.hardware.transfers import Lane, Mark, mark_now, on_host, wait_for
 from narrowcast.kernels.adamw.twin import Ahead, Hyper, Weight, lost_fraction
-from narrowcast.precision.dtensor import as_sharded
-from narrowcast.precision.plan.plan import Plan
 
 BUCKET_BYTES = 2**26
 """Moments that are copied together; there are two such places on the device."""
 ALIGNED = 256
 MOMENTS = ("first", "second", "first_scale", "second_scale")
-
-
-def check_host_moments(weights: Sequence[Tensor], plan: Plan, *, fused: bool, path: str) -> None:
-    """Refuse a plan to keep moments on the host that the fused optimizer does not keep."""
-    if not plan.memory.offloads_optimizer:
-        return
-    if not fused:
-        raise UnsupportedError(
-            f"memory.offload=[optimizer] needs the fused optimizer, got {path}. Use "
-            "torch.optim.AdamW or Adam, or leave optimizer out of memory.offload."
-        )
-    if any(as_sharded(weight) is not None for weight in weights):
-        raise UnsupportedError(
-            "memory.offload=[optimizer] does not support sharded weights. Offload them with "
-            "fully_shard(), or leave optimizer out of memory.offload."
-        )
 
 
 def keep_on_host(state: dict[str, Any], names: Sequence[str]) -> None:

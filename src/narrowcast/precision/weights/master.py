@@ -10,6 +10,11 @@
 
 The optimizer itself is torch's, whichever it is: it sees fp32 parameters, which exist from just
 before its step until just after it (for `fp32`, always).
+
+The exponential moving average of the weights is in fp32 and stands still on a skipped step. It
+moves towards the full value of each weight after its update. Where the fused optimizer updates a
+weight, it moves the average in the same pass, at 8 bytes per weight; `WeightAverage.update` is for
+all other weights, also for one without a gradient in this step.
 """
 
 import contextlib
@@ -21,7 +26,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError, UnsupportedError
 from narrowcast.numerics import BF16, FP16, round_stochastic
-from narrowcast.numerics.parts import (
+from narrowcast.numerics.rounding import (
     fitting_compensation,
     fitting_master,
     join_fp32,
@@ -345,3 +350,45 @@ def recast(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
             exempt = key == "step" or key.endswith(SCALE)
             if isinstance(value, Tensor) and value.is_floating_point() and not exempt:
                 optimizer.state[parameter][key] = value.to(parameter.dtype)
+
+
+Full = Callable[[nn.Parameter], Tensor]
+"""Returns a weight with every digit that is kept of it."""
+
+
+class WeightAverage:
+    """The averages, beside the model, in the order of its parameters.
+
+    They are the same tensors for as long as the run lasts: captured steps know their addresses.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], full: Full, *, decay: float) -> None:
+        self._parameters = list(parameters)
+        self._places = {p: i for i, p in enumerate(parameters)}
+        self.share = 1 - decay
+        """The part of its way to the weight that an average goes in a step."""
+        # In memory as the weights lie, so that one pass can go over both.
+        self.averages = [
+            torch.empty_like(p.detach(), dtype=torch.float32).copy_(full(p)) for p in parameters
+        ]
+
+    def of(self, weight: nn.Parameter) -> Tensor | None:
+        """Return the average of a weight; None of one that has none."""
+        index = self._places.get(weight)
+        return None if index is None else self.averages[index]
+
+    def update(self, places: Sequence[int], full: Full, *, finite: Tensor | None) -> None:
+        """Move the averages in these places towards their weights, unless `finite` is false.
+
+        Does not wait for the device. Two fp32 copies of some of the weights exist for a moment.
+        """
+        if not places:
+            return
+        share = self.share if finite is None else self.share * finite.to(torch.float32)
+        for bucket in in_buckets(places, self._parameters):
+            # Element by element, so that each device can see to its own shard.
+            averages = [local_part(self.averages[i]) for i in bucket]
+            values = [local_part(full(self._parameters[i])).float() for i in bucket]
+            way = torch._foreach_sub(values, averages)
+            torch._foreach_mul_(way, share)
+            torch._foreach_add_(averages, way)

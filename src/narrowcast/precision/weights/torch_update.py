@@ -1,6 +1,16 @@
-"""One update of a run's weights by the optimizer's own step, whichever of torch's it is."""
+"""One update of a run's weights by the optimizer's own step, whichever of torch's it is.
+
+With a lookahead point the optimizer finds z in the place of its weights, and nothing else tells it
+of the other points: weight decay, moments, norms of weights are those of where it moves.
+
+The lost-update meter counts the share of weights whose update rounded to nothing. A weight had an
+update when its gradient was not zero; the update was lost when every tensor that holds the weight
+is afterwards what it was before. It looks at an even sample of each weight, so that it costs little
+on models of any size.
+"""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -9,11 +19,127 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.numerics import BF16
+from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.products.modes import EmulatedProducts
-from narrowcast.precision.weights.leading_step import LeadingStep
 from narrowcast.precision.weights.lookahead import LookaheadPoint
-from narrowcast.precision.weights.lost_updates import LostUpdates
-from narrowcast.precision.weights.master import MasterWeights, multiply
+from narrowcast.precision.weights.master import MasterWeights, in_buckets, multiply
+
+SAMPLE = 16384
+"""Elements looked at per tensor: the share is then known to about one part in a hundred."""
+
+
+class LostUpdates:
+    """One measurement, begun before an optimizer step and ended after it."""
+
+    def __init__(self, stored: Sequence[tuple[Tensor, ...]], gradients: Sequence[Tensor]) -> None:
+        self._stored = stored
+        self._before = [tuple(_sample(t).clone() for t in tensors) for tensors in stored]
+        self._moving = [_sample(gradient) != 0 for gradient in gradients]
+
+    def share(self) -> Tensor:
+        """Return lost over due, on the device; 0 where nothing was due."""
+        return share_lost(self.counts())
+
+    def counts(self) -> Tensor:
+        """Return how many updates were lost, and how many were due, of those looked at."""
+        lost, due = [], []
+        for tensors, before, moving in zip(self._stored, self._before, self._moving, strict=True):
+            same = moving
+            for now, then in zip(tensors, before, strict=True):
+                same = same & (_sample(now) == then)
+            lost.append(same.sum())
+            due.append(moving.sum())
+        return torch.stack([torch.stack(lost).sum(), torch.stack(due).sum()])
+
+
+def share_lost(counts: Tensor) -> Tensor:
+    """Return lost over due updates, from how many there are of both; 0 where none was due."""
+    return counts[0] / counts[1].clamp(min=1)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    stride = max(1, flat.numel() // SAMPLE)
+    # A stride that divides a row would look at the same few columns of every row.
+    while math.gcd(stride, flat.numel()) > 1:
+        stride -= 1
+    return flat[::stride]
+
+
+@final
+class LeadingStep:
+    """What stands in for `optimizer.step()`, which may be called for some weights at a time.
+
+    `places` are those of what the optimizer holds among all weights. Where `finite` is given and
+    false, weights and leads stay as they are, bit for bit; nothing waits for the device. One fp32
+    copy of the weights that are stepped exists meanwhile, and four of a bucket of them.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        point: LookaheadPoint,
+        places: Mapping[nn.Parameter, int],
+        *,
+        finite: Tensor | None,
+        metered: bool,
+    ) -> None:
+        self._optimizer, self._point, self._places = optimizer, point, places
+        self._finite, self._metered = finite, metered
+        self._counts: list[Tensor] = []
+
+    def __call__(self) -> None:
+        """Step the weights that the optimizer has gradients of now."""
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        moving = [p for p in held if p.grad is not None]
+        weights = [local_part(p) for p in moving]
+        leads = [local_part(self._point.lead(self._places[p])) for p in moving]
+        before = [weight.clone() for weight in weights]
+        torch._foreach_add_(weights, _widened(leads, weights))
+        meter = None
+        if self._metered:
+            gradients = [local_part(p.grad) for p in moving if p.grad is not None]
+            meter = LostUpdates([(weight,) for weight in weights], gradients)
+        stepped = False
+        try:
+            self._optimizer.step()
+            stepped = True
+        finally:
+            if not stepped:
+                torch._foreach_copy_(weights, before)
+        if meter is not None:
+            self._counts.append(meter.counts())
+        with torch.no_grad():
+            for bucket in in_buckets(range(len(weights)), weights):
+                some = ([tensors[i] for i in bucket] for tensors in (weights, leads, before))
+                self._lead(*some)
+
+    def lost(self) -> Tensor | None:
+        """Return the share of lost updates so far, if it is measured."""
+        return share_lost(torch.stack(self._counts).sum(0)) if self._counts else None
+
+    def _lead(self, weights: list[Tensor], leads: list[Tensor], before: list[Tensor]) -> None:
+        """Let weights hold y in place of the z that the optimizer left, and their leads follow."""
+        if not weights:
+            return
+        ahead = self._point.ahead
+        answers = torch._foreach_mul(_widened(leads, weights), -ahead.back)
+        torch._foreach_add_(answers, before)
+        way = torch._foreach_sub(weights, answers)
+        torch._foreach_mul_(way, ahead.left)
+        # Subtracted as it is kept: so the sum of both is z, whatever is rounded of the lead.
+        stored = [lead.to(old.dtype) for lead, old in zip(way, leads, strict=True)]
+        after = list(torch._foreach_sub(weights, _widened(stored, weights)))
+        if self._finite is not None:
+            finite = self._finite
+            stored = [torch.where(finite, a, b) for a, b in zip(stored, leads, strict=True)]
+            after = [torch.where(finite, a, b) for a, b in zip(after, before, strict=True)]
+        torch._foreach_copy_(weights, after)
+        torch._foreach_copy_(leads, stored)
+
+
+def _widened(leads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    return [lead.to(weight.dtype) for lead, weight in zip(leads, weights, strict=True)]
 
 
 @final

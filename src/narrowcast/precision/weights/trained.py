@@ -1,12 +1,22 @@
-"""The weights a run trains: their names, their full values, and how one step updates them."""
+"""The weights a run trains: their names, their full values, and how one step updates them.
 
+A copy of a model has no master weights and nobody who rounds for it, so 16-bit weights are copied
+whole, in fp32: for a target network, an average kept by hand, the best model so far. A state that
+is loaded into the model has digits for the master weights, too.
+"""
+
+import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence, Set
+import io
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 from narrowcast.errors import ConfigError
 from narrowcast.precision.dtensor import (
@@ -16,26 +26,108 @@ from narrowcast.precision.dtensor import (
     replace_values,
 )
 from narrowcast.precision.gradients.check import gradient_norms
-from narrowcast.precision.modules.recurrent import compact_recurrent
 from narrowcast.precision.modules.rewrite import (
+    check_shared_memory,
+    compact_recurrent,
     rewrite,
     rewrite_modules,
     set_grad_dtype,
     weight_formats,
 )
-from narrowcast.precision.modules.shared_memory import check_shared_memory
 from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.swap import Transparent, swap
 from narrowcast.precision.swap import restore as restore_modules
-from narrowcast.precision.weights.copies import show_as_it_is, show_in_full
-from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
-from narrowcast.precision.weights.host_moments import check_host_moments
 from narrowcast.precision.weights.lookahead import Lookahead, LookaheadPoint
-from narrowcast.precision.weights.master import MasterWeights, multiply, recast
+from narrowcast.precision.weights.master import Full, MasterWeights, WeightAverage, multiply, recast
 from narrowcast.precision.weights.multi_optimizer import member_optimizers
-from narrowcast.precision.weights.optimizer_side_effects import OwnWrites, check_hidden_weights
 from narrowcast.precision.weights.ownership import Ownership, ValueOf
 from narrowcast.precision.weights.torch_update import TorchUpdate, gradient_factors
+from narrowcast.precision.weights.update_path import (
+    OwnWrites,
+    check_hidden_weights,
+    check_host_moments,
+)
+
+Take = Callable[[nn.Parameter, Tensor], None]
+"""Keeps digits of a value that a weight was given."""
+
+_OURS = ("__deepcopy__", "__reduce_ex__", "nc_take")
+
+
+class LoadsInFull(Transparent):
+    """A module with such weights, whoever loads it, and by way of whom."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for name, weight in self._parameters.items():
+            # By now hooks have made of the state what is loaded.
+            take, value = getattr(weight, "nc_take", None), state_dict.get(prefix + name)
+            if take is not None and isinstance(value, Tensor):
+                take(value)
+
+
+def show_in_full(model: nn.Module, weights: Set[nn.Parameter], shown: Full, take: Take) -> None:
+    """Let weights be copied as `shown`, a method, says of them, and loaded by `take`, another."""
+    if weights:
+        # What is sent to another process goes by the type, past the weight's own `__reduce_ex__`.
+        ForkingPickler.register(nn.Parameter, _sent)
+    for weight in weights:
+        _show_one(weight, shown, take)
+    for module in model.modules():
+        if any(weight in weights for weight in module._parameters.values()):
+            swap(module, LoadsInFull)
+
+
+def show_as_it_is(weight: nn.Parameter) -> None:
+    """Undo `show_in_full` for a weight; its module is restored with all others."""
+    for name in _OURS:
+        vars(weight).pop(name, None)
+
+
+def _show_one(weight: nn.Parameter, shown: Full, take: Take) -> None:
+    # The weight holds these, which therefore hold neither it nor those who keep it.
+    stored, showing, taking = (
+        weakref.ref(weight),
+        weakref.WeakMethod(shown),
+        weakref.WeakMethod(take),
+    )
+
+    def made() -> nn.Parameter:
+        source, of = stored(), showing()
+        assert source is not None
+        value = source.detach().float() if of is None else of(source)
+        whole = nn.Parameter(value.detach().clone(), requires_grad=source.requires_grad)
+        vars(whole).update({k: v for k, v in vars(source).items() if k not in _OURS})
+        return whole
+
+    def load(value: Tensor) -> None:
+        source, into = stored(), taking()
+        if source is not None and into is not None:
+            into(source, value)
+
+    def deepcopy(_: dict[int, Any]) -> nn.Parameter:
+        return made()
+
+    def reduce_ex(protocol: Any) -> Any:
+        return made().__reduce_ex__(protocol)
+
+    vars(weight).update(dict(zip(_OURS, (deepcopy, reduce_ex, load), strict=True)))
+
+
+def _sent(weight: nn.Parameter) -> Any:
+    """Reduce a weight for another process: in full and by value, or as torch does where it is."""
+    if "nc_take" not in vars(weight):
+        return reduce_tensor(weight)
+    # By value: memory that is shared must outlive the copy, which nobody here holds.
+    content = io.BytesIO()
+    torch.save(copy.deepcopy(weight), content)
+    return _received, (content.getvalue(),)
+
+
+def _received(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=False)
+
 
 _GRAD = attrgetter("grad")  # mapped over all weights, several times a step
 
@@ -361,3 +453,59 @@ def _check_not_thawed(narrow: Mapping[str, nn.Parameter]) -> None:
                 f"{p.dtype} loses small updates. Call release(), call float() on it, and "
                 "prepare() again."
             )
+
+
+def bytes_by_role(weights: TrainedWeights) -> dict[str, int]:
+    """Return what is held on the device now, by role; gradients as if they were there.
+
+    Leads are in it where there is a lookahead point.
+    """
+    states = weights.optimizer.state.values()
+    moments = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+    graded = [p for p in weights.all if p.requires_grad]
+    held = {
+        "params": sum(map(_size, weights.all)),
+        "grads": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in graded),
+        "master": weights.masters.bytes(),
+        "moments": sum(_size(t) for t in moments if t.device == weights.device or not t.dim()),
+    }
+    return held if weights.lookahead is None else {**held, "lookahead": weights.lookahead.bytes()}
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@contextlib.contextmanager
+def undone_on_failure(model: nn.Module, weights: TrainedWeights) -> Iterator[None]:
+    """Give model and optimizer back as they were where the block fails: out of memory, say.
+
+    What they held is kept until then and put back, so that no memory is needed for it.
+    """
+    tensors = [(p, p.data, p.grad, p.grad_dtype) for p in weights.all]
+    optimizers = member_optimizers(weights.optimizer)
+    groups = [(group, group["params"]) for each in optimizers for group in each.param_groups]
+    states = [
+        (each.state, [(key, held, dict(held)) for key, held in each.state.items()])
+        for each in optimizers
+    ]
+    try:
+        yield
+    except BaseException:
+        weights.let_go()
+        restore_modules(model)
+        for p, value, gradient, dtype in tensors:
+            p.grad = None
+            show_as_it_is(p)
+            replace_values(p, value)
+            set_grad_dtype(p, dtype)
+            p.grad = gradient
+        for group, params in groups:
+            group["params"] = params
+        for state, entries in states:
+            state.clear()
+            for key, held, values in entries:
+                held.clear()
+                held.update(values)
+                state[key] = held
+        raise

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import ConfigError, UnsupportedError
-from narrowcast.numerics.parts import nearest
+from narrowcast.numerics.rounding import nearest
 from narrowcast.precision.dtensor import as_sharded
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.strategies.hybrid.budget import MAX_REJECTIONS, JumpAccount

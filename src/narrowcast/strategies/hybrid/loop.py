@@ -23,9 +23,8 @@ from narrowcast.errors import ConfigError
 from narrowcast.precision.plan.policy import suggestion
 from narrowcast.precision.step.captured_step import CapturedStep
 from narrowcast.precision.step.outcome import Outcome
-from narrowcast.precision.step.prepare import prepare
-from narrowcast.precision.step.prepared import Prepared
-from narrowcast.precision.step.schedules import AnyScheduler
+from narrowcast.precision.step.prepared import Prepared, prepare
+from narrowcast.precision.step.step_log import AnyScheduler
 from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.strategies.hybrid.budget import STEP_COST, ChoosingBudget
 from narrowcast.strategies.hybrid.jumper import Jumper, JumpResult, Losses

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import final
 
 from narrowcast.config.sections import Recipe
-from narrowcast.hardware.async_copy import AsyncCopy
-from narrowcast.hardware.peak import peak_bytes
+from narrowcast.hardware.profile import peak_bytes
+from narrowcast.hardware.transfers import AsyncCopy
 from narrowcast.health.diagnose.investigator import Investigator, StepDiagnosis
 from narrowcast.health.diagnose.passes import ReplayInputs
 from narrowcast.precision.plan.policy import Policy

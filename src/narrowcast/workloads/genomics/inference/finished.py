@@ -13,8 +13,7 @@ from narrowcast.config.problems import shown_path
 from narrowcast.errors import CheckpointError, ConfigError, DivergedError, UnsupportedError
 from narrowcast.hardware import detect_hardware
 from narrowcast.precision.plan.policy import PRESETS, policy_from
-from narrowcast.precision.step.prepare import prepare
-from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.step.prepared import Prepared, prepare
 from narrowcast.workloads.genomics.build import make_network
 from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged, on
 from narrowcast.workloads.genomics.data.rows import Row

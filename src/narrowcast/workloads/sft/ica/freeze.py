@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError, UnsupportedError
-from narrowcast.numerics.parts import nearest, split
+from narrowcast.numerics.rounding import nearest, split
 from narrowcast.workloads.sft.ica.blocks import Block, Projection, find_blocks, iter_adapters
 from narrowcast.workloads.sft.ica.networks import Channels, Site, check_channels, check_site
 

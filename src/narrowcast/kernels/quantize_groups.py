@@ -1,4 +1,4 @@
-"""The Triton kernels of `narrowcast.kernels.fp8_rows`: magnitudes of lines, casts, and back."""
+"""The Triton kernels of `narrowcast.kernels.fp8_groups`: casts with scales of rows or blocks."""
 
 import torch
 import triton
@@ -13,33 +13,52 @@ from narrowcast.kernels.quantize import (
     _store_rows,
     _word,
 )
-from narrowcast.kernels.quantize_blocks import _loaded
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 64
+_BLOCK = 128
 _WIDENED = 2048  # elements that one program widens
 _SQUARE = 128  # bytes of a tile that is transposed, each way
 _BY_BITS = interpreted()
 _STRIP = tl.constexpr(8)  # tiles side by side that one program measures
 
 
-def quantize_lines_into(
+def quantize_groups_into(
     rowwise: Tensor,
     columnwise: Tensor,
     rowwise_scale_inv: Tensor,
     columnwise_scale_inv: Tensor,
     x: Tensor,
     *,
+    groups: str,
     largest: float,
     factors: Tensor | None = None,
 ) -> None:
-    """Write `x` in fp8 as it is and transposed, with the inverse scale of each row of either.
+    """Write `x` in fp8 as it is and transposed, with the inverse scales of either.
 
-    With `factors`, of its columns times theirs. An empty result is left out. Allocates one int32
-    for each line.
+    An empty result is left out. With `factors`, of its columns times theirs. Rows allocate one
+    int32 for each line.
     """
     count, width = x.shape
     padded = rowwise.shape[0] if rowwise.numel() else columnwise.shape[-1]
     by_rows, by_columns = bool(rowwise.numel()), bool(columnwise.numel())
+    e5m2 = rowwise.dtype == torch.float8_e5m2
+    results = (
+        rowwise if by_rows else x,
+        columnwise if by_columns else x,
+        rowwise_scale_inv,
+        columnwise_scale_inv,
+    )
+    if groups != "row":
+        rows_stride = rowwise_scale_inv.stride(0) if by_rows else 0
+        columns_stride = columnwise_scale_inv.stride(0) if by_columns else 0
+        _launch_block(
+            (-(-width // _BLOCK), -(-padded // _BLOCK), 1),
+            (x, *results),
+            (count, width, padded, rows_stride, columns_stride),
+            (largest, by_rows, by_columns, groups == "square", _BY_BITS, e5m2, _BLOCK),
+            num_warps=8,
+        )
+        return
     measured = torch.zeros(padded + width, dtype=torch.int32, device=x.device)
     across, down = -(-width // _TILE_COLUMNS), -(-padded // _TILE_ROWS)
     by = x if factors is None else factors  # something to point at
@@ -51,34 +70,16 @@ def quantize_lines_into(
         (*wanted, _TILE_ROWS, _TILE_COLUMNS),
         num_warps=8,
     )
-    e5m2 = rowwise.dtype == torch.float8_e5m2
     _launch_tile(
         (across, down, 1),
-        (
-            x,
-            by,
-            rowwise if by_rows else x,
-            columnwise if by_columns else x,
-            rowwise_scale_inv,
-            columnwise_scale_inv,
-            measured,
-        ),
+        (x, by, *results, measured),
         (count, width, padded),
-        (
-            largest,
-            by_rows,
-            by_columns,
-            factors is not None,
-            _BY_BITS,
-            e5m2,
-            _TILE_ROWS // 4,
-            _TILE_COLUMNS,
-        ),
+        (largest, *wanted, _BY_BITS, e5m2, _TILE_ROWS // 4, _TILE_COLUMNS),
         num_warps=16,  # with 8, half as many fit at once: two casts take registers
     )
 
 
-def widen_lines_into(result: Tensor, codes: Tensor, scale_inv: Tensor) -> None:
+def widen_rows_into(result: Tensor, codes: Tensor, scale_inv: Tensor) -> None:
     """Write e4m3 codes times the inverse scale of their row, in the dtype of `result`."""
     rows, width = codes.shape
     launch_kernel(
@@ -106,6 +107,96 @@ def transpose_into(result: Tensor, codes: Tensor) -> None:
         TILE=_SQUARE,
         num_warps=8,
     )
+
+
+@triton.jit
+def _loaded(x, at, here):
+    value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    return value, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _quantize_block(
+    x,
+    out_rows,
+    out_columns,
+    rowwise_scale_inv,
+    columnwise_scale_inv,
+    count,
+    width,
+    padded,
+    rows_stride,
+    columns_stride,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SQUARE: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    E5M2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Rows in fours, whose codes are transposed as one word; see the kernel for whole matrices.
+    across, down = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    four = down * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    column = across * BLOCK + tl.arange(0, BLOCK)
+    row = four * 4
+    within = (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    a, bits_a = _loaded(x, at, (row < count)[:, None] & within)
+    b, bits_b = _loaded(x, at + width, (row + 1 < count)[:, None] & within)
+    c, bits_c = _loaded(x, at + 2 * width, (row + 2 < count)[:, None] & within)
+    d, bits_d = _loaded(x, at + 3 * width, (row + 3 < count)[:, None] & within)
+    highest = tl.max(tl.maximum(tl.maximum(bits_a, bits_b), tl.maximum(bits_c, bits_d)), 0)
+    if SQUARE:
+        one = _scale_inv_for(tl.max(highest, 0), LARGEST)
+        word = _word(
+            _castable(a, 1.0 / one, LARGEST, BY_BITS),
+            _castable(b, 1.0 / one, LARGEST, BY_BITS),
+            _castable(c, 1.0 / one, LARGEST, BY_BITS),
+            _castable(d, 1.0 / one, LARGEST, BY_BITS),
+            E5M2,
+            BY_BITS,
+        )
+        if ROWS:
+            tl.store(rowwise_scale_inv + down * rows_stride + across, one)
+            _store_rows(out_rows, word, four, column, width, padded)
+        if COLUMNS:
+            tl.store(columnwise_scale_inv + across * columns_stride + down, one)
+            _store_columns(out_columns, word, four, column, width, padded)
+    else:
+        if ROWS:
+            inv_a = _scale_inv_for(tl.max(bits_a, 1), LARGEST)
+            inv_b = _scale_inv_for(tl.max(bits_b, 1), LARGEST)
+            inv_c = _scale_inv_for(tl.max(bits_c, 1), LARGEST)
+            inv_d = _scale_inv_for(tl.max(bits_d, 1), LARGEST)
+            word = _word(
+                _castable(a, 1.0 / inv_a[:, None], LARGEST, BY_BITS),
+                _castable(b, 1.0 / inv_b[:, None], LARGEST, BY_BITS),
+                _castable(c, 1.0 / inv_c[:, None], LARGEST, BY_BITS),
+                _castable(d, 1.0 / inv_d[:, None], LARGEST, BY_BITS),
+                E5M2,
+                BY_BITS,
+            )
+            _store_rows(out_rows, word, four, column, width, padded)
+            line = rowwise_scale_inv + across * rows_stride + row
+            tl.store(line, inv_a, mask=row < padded)
+            tl.store(line + 1, inv_b, mask=row < padded)
+            tl.store(line + 2, inv_c, mask=row < padded)
+            tl.store(line + 3, inv_d, mask=row < padded)
+        if COLUMNS:
+            inv = _scale_inv_for(highest, LARGEST)
+            word = _word(
+                _castable(a, 1.0 / inv[None, :], LARGEST, BY_BITS),
+                _castable(b, 1.0 / inv[None, :], LARGEST, BY_BITS),
+                _castable(c, 1.0 / inv[None, :], LARGEST, BY_BITS),
+                _castable(d, 1.0 / inv[None, :], LARGEST, BY_BITS),
+                E5M2,
+                BY_BITS,
+            )
+            _store_columns(out_columns, word, four, column, width, padded)
+            tl.store(
+                columnwise_scale_inv + down * columns_stride + column, inv, mask=column < width
+            )
 
 
 @triton.jit
@@ -243,3 +334,4 @@ def _transpose_tile(codes, result, rows, width, TILE: tl.constexpr):
 
 _launch_tile = Launcher(_quantize_tile, views={2: torch.uint8, 3: torch.int32})
 _launch_largest = Launcher(_largest_of_lines)
+_launch_block = Launcher(_quantize_block, views={1: torch.uint8, 2: torch.int32})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.kernels.fp8_rows import _widen_plainly, transposed_bytes, widen_lines
+from narrowcast.kernels.fp8_groups import _widen_plainly, transposed_bytes, widen_rows
 from narrowcast.kernels.launch import interpreted
 
 DEVICE = "cpu" if interpreted() else "cuda"
@@ -18,7 +18,7 @@ def every_code(rows):
     return torch.stack(mixed).to(DEVICE)
 
 
-@pytest.mark.parametrize("widen", [widen_lines, _widen_plainly], ids=["kernel", "twin"])
+@pytest.mark.parametrize("widen", [widen_rows, _widen_plainly], ids=["kernel", "twin"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_code_times_its_scale_is_rounded_once(dtype, widen):
     codes = every_code(9)
@@ -34,7 +34,7 @@ def test_every_code_times_its_scale_is_rounded_once(dtype, widen):
 def test_any_shape_is_widened_whole(shape):
     codes = torch.randn(shape, device=DEVICE).to(torch.float8_e4m3fn)
     scale = torch.full((shape[0],), 0.5, device=DEVICE)
-    assert torch.equal(widen_lines(codes, scale, torch.bfloat16), codes.bfloat16() / 2)
+    assert torch.equal(widen_rows(codes, scale, torch.bfloat16), codes.bfloat16() / 2)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (130, 16), (16, 300), (0, 5)])
