@@ -125,10 +125,7 @@ def capture_randomness(device: torch.device) -> dict[str, Any]:
 
 
 def restore_randomness(state: dict[str, Any], device: torch.device) -> bool:
-    """Put the generators back to a captured state; return whether that of `device` was among it.
-
-    It is not when the state was captured on a device of another type.
-    """
+    """Restore the generators; return whether the state of `device` was among them."""
     python, numpy, on_device = state["python"], state["numpy"], state["device"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     key = numpy["key"].numpy().astype(np.uint32)

@@ -65,7 +65,7 @@ class Speeds:
     def waited_for(
         self, kind: str, *, tokens: int, inputs: int, outputs: int, execution: str = "eager"
     ) -> bool | None:
-        """Say whether layers of a kind lose on the host more than the device saves by them.
+        """Return whether layers of a kind lose on the host more than the device saves by them.
 
         None where it is not known. A layer of which the device is busy long enough hides its host,
         and one that is captured has none.

@@ -12,10 +12,7 @@ Mark = torch.cuda.Event | None
 
 @final
 class Lane:
-    """A queue of copies of its own. Without a GPU each is done at once.
-
-    Nothing here keeps the host waiting: queues wait for one another's marks.
-    """
+    """A queue of copies that never blocks the host. Without a GPU each is done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

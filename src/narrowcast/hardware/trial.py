@@ -41,10 +41,7 @@ class CpuTrial:
 
 
 def try_products(formats: Sequence[str], *, store: Path | None = None) -> Mapping[str, CpuTrial]:
-    """Run one native product a format; the answers are kept in the user's cache folder.
-
-    Waits some seconds for child processes the first time.
-    """
+    """Run one native product per format, cached; takes some seconds the first time."""
     store = store or default_store()
     known = _load(store)
     fresh = {name: _try(name) for name in formats if name not in known}
@@ -96,7 +93,7 @@ def _load(store: Path) -> dict[str, CpuTrial]:
 
 
 def _is_sound(died: object, slowdown: object) -> bool:
-    """Say whether values read from a file can have been measured."""
+    """Return whether values read from a file can have been measured."""
     measured = isinstance(slowdown, float) and 0 < slowdown < math.inf
     return died is True or (died is False and measured)
 

@@ -157,10 +157,7 @@ class Ladder:
     """The step whose record made it due."""
 
     def after(self, step: int, *, applied: bool, limit: int, calm: int, top: int) -> "Ladder":
-        """Return the ladder once a step is known.
-
-        It goes up after `limit` overflows in a row, as far as `top`, and down after `calm` steps.
-        """
+        """Return the ladder after a step: up after `limit` overflows, down after `calm` steps."""
         if self.move or step < self.since:
             return self
         now = replace(
@@ -175,10 +172,7 @@ class Ladder:
         return now
 
     def is_due(self, step: int) -> bool:
-        """Say whether the formats change after this step.
-
-        One later than could be: a GPU's record comes late, and a resumed run decides the same.
-        """
+        """Return whether formats change; one step late, so that a resumed run decides the same."""
         return self.move != 0 and self.seen < step
 
     @property

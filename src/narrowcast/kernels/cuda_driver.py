@@ -109,10 +109,7 @@ def driver_launch(compiled: Any) -> DriverLaunch | None:
 
 
 def argument_indices(compiled: Any) -> list[int] | None:
-    """Return the places of the arguments that are handed to a kernel; None of an unusual kernel.
-
-    A size of one is compiled in, as constants are.
-    """
+    """Return the indices of arguments passed to a kernel; None for an unusual kernel."""
     settings = compiled.metadata._asdict()
     plain = all(settings.get(name, usual) == usual for name, usual in _USUAL.items())
     types = list(compiled.src.signature.values())
@@ -143,7 +140,7 @@ def _loaded(compiled: Any) -> int | None:
 
 
 def is_set(hook: Any) -> bool:
-    """Say whether anybody is told by a hook of Triton's, a list of calls or one call."""
+    """Return whether anybody is told by a hook of Triton's, a list of calls or one call."""
     return bool(hook.calls) if hasattr(hook, "calls") else hook is not None
 
 

@@ -58,7 +58,7 @@ class DecidedScales:
         self._addresses.add(scale_inv.data_ptr())
 
     def first_use(self, scale_inv: Tensor) -> bool:
-        """Say whether the matrix at hand decides a scale, which is decided from then on."""
+        """Return whether the matrix at hand decides a scale, which is decided from then on."""
         address = scale_inv.data_ptr()
         if address in self._addresses:
             return False
@@ -134,10 +134,7 @@ def quantize(
 def quantize_into(
     into: Quantized, x: Tensor, *, cast_stats: Tensor | None, by_itself: bool
 ) -> None:
-    """Quantise into a result that exists; `by_itself`: with a new scale, of this matrix.
-
-    A scale that no matrix has set yet, or that was taken back, is of this matrix too.
-    """
+    """Quantise into `into`; `by_itself` or an undecided scale: with a scale of this matrix."""
     if not by_itself:
         by_itself = DECIDED.first_use(into.scale_inv)
     work = _by_triton if not unsupported_reason(x.device) else _plainly
@@ -147,10 +144,7 @@ def quantize_into(
 
 
 def scale_inv_for(amax: Tensor, largest: Tensor | float) -> Tensor:
-    """Return the inverses of the largest powers of two that keep `amax` within `largest`.
-
-    One where nothing is known: nothing but zeros was seen, or something that is not finite.
-    """
+    """Return inverse powers of two that keep `amax` within `largest`; 1 for 0, inf or NaN."""
     mantissa, exponent = torch.frexp(amax)
     # Both formats end at 1.75 · 2ⁿ. As exponents, where a division would round.
     top = torch.frexp(torch.as_tensor(largest, device=amax.device)).exponent

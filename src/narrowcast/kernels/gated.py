@@ -125,10 +125,7 @@ def _write_back(
 def _rows(
     gate: Tensor, value: Tensor, *, separate: bool = False
 ) -> tuple[Tensor, Tensor, int, tuple[int, int, int]]:
-    """Return both as rows that are dense in themselves, how many, and their width and strides.
-
-    One row where nothing is in between.
-    """
+    """Return both as dense rows, with count, width and strides; one row if contiguous."""
     if gate.is_contiguous() and value.is_contiguous() and not separate:
         count = gate.numel()
         return gate, value, 1, (count, count, count)

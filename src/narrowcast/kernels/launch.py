@@ -38,12 +38,12 @@ _KEPT = 1024
 
 
 def interpreted() -> bool:
-    """Say whether kernels run in Triton's interpreter, on CPU tensors."""
+    """Return whether kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def unsupported_reason(device: torch.device) -> str:
-    """Say why no kernel can run on a device; nothing where it can."""
+    """Return why no kernel can run on a device; nothing where it can."""
     if not _triton_is_installed():
         return "Triton is not installed"
     if device.type != "cuda" and not interpreted():
@@ -57,17 +57,14 @@ def _triton_is_installed() -> bool:
 
 
 def is_capturing(device: torch.device | None = None) -> bool:
-    """Say whether a CUDA graph is being captured, which runs its launches again as they are now.
-
-    `device` is where the work is, if that is known.
-    """
+    """Return whether a CUDA graph is being captured, on `device` if that is known."""
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     # Not of `torch.cuda` itself, which answers a rehearsal of a capture as if it were one.
     return on_gpu and torch.cuda.graphs.is_current_stream_capturing()
 
 
 def is_traced(*tensors: Tensor) -> bool:
-    """Say whether operators are followed: by a compiler, a mode, or tensors of another kind.
+    """Return whether operators are followed: by a compiler, a mode, or tensors of another kind.
 
     Else a kernel is launched at once: what torch does between the call of an operator and the
     function behind it takes the host as long as a launch.
@@ -214,7 +211,7 @@ class _KernelLaunch:
 
 
 def _check_devices(device: int, tensors: tuple[Tensor, ...]) -> None:
-    """Refuse tensors that are elsewhere, or nowhere: a kernel would read what is not there."""
+    """Raise if a tensor is on another device or has no memory."""
     for each in tensors:
         if device < 0 or each.get_device() != device or (each.numel() and not each.data_ptr()):
             raise UnsupportedError(
@@ -266,7 +263,7 @@ class TensorAddresses:
     """The addresses on the device, in what a captured step writes anew whenever it is replayed."""
 
     def matches(self, tensors: Sequence[Tensor]) -> bool:
-        """Say whether these are the very same."""
+        """Return whether these are the very same."""
         return are_same(tensors, self.tensors)
 
 
@@ -341,17 +338,17 @@ class HostTable:
 
 
 def are_same(matches: Sequence[object], others: Sequence[object]) -> bool:
-    """Say whether these are the very same objects; tensors have another meaning of "equal"."""
+    """Return whether these are the very same objects; tensors have another meaning of "equal"."""
     return len(matches) == len(others) and all(map(is_, matches, others))
 
 
 def is_aligned(*tensors: Tensor) -> bool:
-    """Say whether whole loads of `ALIGNMENT` bytes can read these and nothing is left over."""
+    """Return whether whole loads of `ALIGNMENT` bytes can read these and nothing is left over."""
     return all(t.data_ptr() % ALIGNMENT == 0 and t.numel() % ALIGNMENT == 0 for t in tensors)
 
 
 def lies_like(tensor: Tensor, other: Tensor) -> bool:
-    """Say whether element i in memory is the same element of both, with no gaps in either."""
+    """Return whether element i in memory is the same element of both, with no gaps in either."""
     if tensor.shape != other.shape:
         return False
     if tensor.is_contiguous() and other.is_contiguous():
@@ -360,7 +357,7 @@ def lies_like(tensor: Tensor, other: Tensor) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Say whether the elements fill a stretch of memory, each once, in whatever order."""
+    """Return whether the elements fill a stretch of memory, each once, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

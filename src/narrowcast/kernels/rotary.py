@@ -169,10 +169,7 @@ def _empty_halves(
 
 
 def _by_position(x: Tensor) -> Tensor:
-    """Return memory for heads, (batch, heads, length, width), in which those of a position meet.
-
-    As attention reads them, and no view of anything, so that others may write to it.
-    """
+    """Return memory (batch, heads, length, width) with the heads of a position together."""
     batch, heads, length, width = x.shape
     strides = (length * heads * width, width, heads * width, 1)
     return x.new_empty_strided((batch, heads, length, width), strides)

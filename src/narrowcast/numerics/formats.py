@@ -75,12 +75,12 @@ class Format:
 
     @property
     def overflow_is_even(self) -> bool:
-        """Say whether the midpoint itself overflows: a tie, so only where `largest` is odd."""
+        """Return whether the midpoint itself overflows: a tie, so only where `largest` is odd."""
         return self.largest / (self.largest_power * self.epsilon) % 2 == 1
 
     @property
     def always_saturates(self) -> bool:
-        """Say whether every code is a number, so that overflow has nowhere else to go."""
+        """Return whether every code is a number, so that overflow has nowhere else to go."""
         return not self.has_infinity and self.largest == (2 - self.epsilon) * self.largest_power
 
 

@@ -120,7 +120,7 @@ def get_carrier(x: Tensor) -> Carrier:
 
 
 def represents_all(target: Format, dtype: torch.dtype) -> bool:
-    """Say whether every value of `dtype` is already a value of `target`."""
+    """Return whether every value of `dtype` is already a value of `target`."""
     exponent_bits, mantissa_bits = _WIDTHS[dtype]
     return target.exponent_bits >= exponent_bits and target.mantissa_bits >= mantissa_bits
 
@@ -137,7 +137,7 @@ def largest_shared(target: Format, dtype: torch.dtype) -> float:
 
 
 def goes_in_pieces(x: Tensor) -> bool:
-    """Say whether `x` is large and on a CPU, and no compiler is there to fuse passes into one."""
+    """Return whether `x` is large, on a CPU, and outside a compiler that would fuse the passes."""
     return x.device.type == "cpu" and x.numel() > CHUNK and not torch.compiler.is_compiling()
 
 
@@ -196,7 +196,7 @@ def _apply_to(source: Tensor, result: Tensor, scratch: Tensor, apply: Apply) -> 
 
 
 def overflows(magnitude: Tensor, target: Format) -> Tensor:
-    """Say of each finite magnitude whether rounding to nearest takes it beyond `target.largest`."""
+    """Return for each finite magnitude whether rounding takes it beyond `target.largest`."""
     if target.overflow > torch.finfo(magnitude.dtype).max:
         return torch.zeros_like(magnitude, dtype=torch.bool)
     if target.overflow_is_even:
@@ -290,10 +290,7 @@ def by_bits(target: Format, carrier: Carrier, *, limit: float | None) -> Apply:
 def by_chance(
     target: Format, carrier: Carrier, *, limit: float | None, generator: Generator
 ) -> Apply:
-    """Round down, then up by one step with the chance that what was cut off asks for.
-
-    The scratch has the carrier's integers.
-    """
+    """Round down, then up by one step with the chance of the cut-off part."""
     lowest = carrier.to_bits(target.smallest_normal)
     highest = carrier.to_bits(target.largest_power)
 

@@ -167,7 +167,7 @@ def _by_arithmetic(target: Format, carrier: Carrier, *, limit: float | None) -> 
 
 
 def _casts_faster(x: Tensor, target: Format) -> bool:
-    """Say whether a cast there and back beats arithmetic, as measured on CPU and H200."""
+    """Return whether a cast there and back beats arithmetic, as measured on CPU and H200."""
     if torch.compiler.is_compiling():
         # The compiler drops a cast whose result is widened again, and the rounding with it.
         return False

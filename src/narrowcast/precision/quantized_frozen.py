@@ -92,7 +92,7 @@ class QuantizedFrozenLayer(nn.Module):
         cast(nn.Module, self).register_parameter("weight", nn.Parameter(value, requires_grad=False))
 
     def extra_repr(self) -> str:
-        """Say how the weight is kept where the model is printed."""
+        """Return how the weight is kept where the model is printed."""
         return ", ".join(filter(None, [super().extra_repr(), "weight stored in e4m3"]))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -250,7 +250,7 @@ def _written(layer: QuantizedFrozenLayer, value: Tensor) -> None:
 
 
 def _is_transformed() -> bool:
-    """Say whether a transform of `torch.func` is at work here, which knows torch's own products."""
+    """Return whether a transform of `torch.func` is active, which knows torch's products only."""
     if torch.compiler.is_compiling():
         return False
     from torch.autograd import forward_ad

@@ -27,10 +27,7 @@ class Mixin(nn.Module):
     """Base of what `swap` puts in front of a module's own class."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Tell the plain class nothing of the class made here: it may keep a registry of its own.
-
-        It may also want keywords that nobody gave.
-        """
+        """Skip the hook of the plain class, which may keep a registry or need keywords."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Be copied and pickled as the plain module."""
@@ -117,7 +114,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Say whether somebody has put a `forward` on this one module, in place of its class's."""
+    """Return whether somebody has put a `forward` on this one module, in place of its class's."""
     return "forward" in module.__dict__ or "nc_forward" in module.__dict__
 
 
@@ -241,7 +238,7 @@ def fused_mlp_layers(module: nn.Module) -> tuple[str, str] | None:
 
 
 def is_watched(*layers: nn.Module) -> bool:
-    """Say whether somebody wants to see what goes in or out of one of these layers."""
+    """Return whether somebody wants to see what goes in or out of one of these layers."""
     return any(
         layer._forward_hooks
         or layer._forward_pre_hooks
@@ -252,7 +249,7 @@ def is_watched(*layers: nn.Module) -> bool:
 
 
 def _keeps_its_promise(module: nn.Module) -> bool:
-    """Say whether the forward is the one the promise was made for, and not a subclass's own."""
+    """Return whether the forward is the one the promise was made for, and not a subclass's own."""
     plain: type[nn.Module] = module.__dict__.get("nc_plain_class", type(module))
     message, done = (
         next(each for each in plain.__mro__ if name in vars(each))

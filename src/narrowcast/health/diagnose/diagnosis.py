@@ -12,10 +12,7 @@ from narrowcast.precision.plan.wording import Wording
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """With what the step is finite, as was tried: a smaller loss scale, or a policy.
-
-    With neither, nothing is known: there was no memory to try.
-    """
+    """What makes the step finite: a smaller loss scale or a policy; neither if not tried."""
 
     scale: Literal["", "gives way", "too high"] = ""
     """A scale that is too high moves by itself, unless it is a static one."""
@@ -129,7 +126,7 @@ class Diagnosis:
         return f"{self.location} {self._verb} ({size}{self._turn}){tail}"
 
     def advice(self, *, loss_scale: float | None = None) -> str:
-        """Say what its owner may try; with a loss scale of one, nothing is left to that."""
+        """Return what its owner may try; with a loss scale of one, nothing is left to that."""
         if self.extreme is not None:
             return f"look at {self.extreme.where}: no format can help"
         if self.location.role == "weight" and self.remedy is None:

@@ -31,10 +31,7 @@ RANKS = {"fp32": 2, "bf16": 1, "tf32": 1}
 
 
 def find_remedy(verdict: Diagnosis, passes: Passes) -> Remedy | None:
-    """Return what makes the passes finite, with as few modules changed as were found to suffice.
-
-    None where not even fp32 does. Waits for the device.
-    """
+    """Return the smallest change that makes the passes finite, or None. Synchronises."""
     trials = Trials(passes, verdict)
     if verdict.phase == "backward" and trials.lower_scale_helps():
         return Remedy(scale=trials.about_scale)
@@ -72,7 +69,7 @@ class Trials:
         """What is wrong with the scale, where a lower one helps."""
 
     def lower_scale_helps(self) -> bool:
-        """Say whether the passes are finite in the formats in force with the smallest scale."""
+        """Return whether the passes are finite in the formats in force with the smallest scale."""
         return self._can_be_lower and self._passes.take(scales=self._lowest) is None
 
     def of(self, policy: Policy) -> Diagnosis | None:

@@ -52,7 +52,7 @@ class Location:
         return self.role in GRADIENTS
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Return a description."""
         match self.role:
             case "batch":
                 return "the batch"
@@ -74,10 +74,7 @@ class Formats:
         return Location(module, role, self._format(module, role))
 
     def use_location(self, module: str) -> Location:
-        """Return the place of the gradient that a module makes of a weight, its own or another's.
-
-        What a module without weights multiplies in its own code has the formats of its policy.
-        """
+        """Return the location of the gradient that a module makes of a weight."""
         if module in self._plans:
             return self.location(module, "grad_weight")
         policy = self._policy.for_module(module)
@@ -146,16 +143,13 @@ class Extreme:
 
     @property
     def describe(self) -> str:
-        """Say which number it is, where, and how many there are."""
+        """Return which number it is, where, and how many there are."""
         what = written(self.value) if math.isfinite(self.value) else _name(self.value)
         return f"{self.holder} holds {what} at {self.where}, {self.count} of {self.of:,} values"
 
 
 def find_extremes(batch: Any, calls: list[Call]) -> list[Extreme]:
-    """Return what a batch holds that no product survives, and then what modules were called with.
-
-    One for each tensor, which is told of once. Waits for the device.
-    """
+    """Return values in the batch and in calls that no product survives. Synchronises."""
     inputs = [("the batch itself", path, tensor) for path, tensor in _tensors(batch, "batch")]
     inputs += [
         (_holder(name), path, tensor)
@@ -251,7 +245,7 @@ def _has_fields(value: Any) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is data: of real numbers, side by side, and made by no weight."""
+    """Return whether a tensor is data: of real numbers, side by side, and made by no weight."""
     of_numbers = tensor.is_floating_point() and tensor.layout is torch.strided
     return of_numbers and (tensor.is_leaf or not tensor.requires_grad)
 

@@ -78,10 +78,7 @@ class Investigator:
         moved: Callable[[], bool],
         known: Sequence[FindingRecord] = (),
     ) -> StepDiagnosis:
-        """Tell of a step whose outcome is known; `moved`: whether the weights have, since then.
-
-        `known` is what the step log has found in it; with a verdict that is one finding.
-        """
+        """Report a step with a known outcome; `moved`: whether the weights have changed since."""
         injected = self.faults_at(step)
         lines = [] if injected is None else _announced(step, injected)
         if outcome.applied and math.isfinite(loss):
@@ -196,7 +193,7 @@ def _finding(step: int, verdict: Diagnosis, outcome: Outcome, *, later: str) -> 
 def _joined(
     finding: FindingRecord, logged: FindingRecord, verdict: Diagnosis, outcome: Outcome
 ) -> FindingRecord:
-    """Tell once of an overflow to which no scale gives way: how it began, and what follows."""
+    """Report once an overflow that no scale can absorb: how it began, and what follows."""
     at_floor = logged.what == AT_FLOOR
     floor = f"; the scale is {outcome.loss_scale:g}, its minimum" if at_floor else ""
     return replace(

@@ -218,7 +218,7 @@ def _badness(norm: float) -> float:
 
 
 def _evidence(seen: Sequence[Seen], first: int) -> str:
-    """Say what was seen around the first bad number."""
+    """Return what was seen around the first bad number."""
     location, before = seen[first].location, seen[:first]
     match location.role:
         case "input":
@@ -242,7 +242,7 @@ def _evidence(seen: Sequence[Seen], first: int) -> str:
 
 
 def _operands(before: Sequence[Seen], module: str) -> str:
-    """Say what a module made its output from."""
+    """Return what a module made its output from."""
     results = {role: _largest(before, module, role) for role in ("input", "weight")}
     parts = [f"{role} of {written(amax)}" for role, amax in results.items() if amax is not None]
     if len(parts) < 2:

@@ -146,7 +146,7 @@ def _alias(weight: nn.Parameter) -> Tensor:
 
 
 def _fits_itself(weight: nn.Parameter) -> bool:
-    """Say whether a gradient fits the weight's own format, which that of an alias has."""
+    """Return whether a gradient fits the weight's own format, which that of an alias has."""
     return weight.dtype != torch.float16 or weight.grad_dtype in (None, torch.float16)
 
 
@@ -184,10 +184,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def watching(self, several: Collection[nn.Parameter] = ()) -> Iterator[None]:
-        """Hold this over forward and backward passes; hooks there already come before these.
-
-        The gradients of weights that have `several` uses are seen of each use, and then as a whole.
-        """
+        """Watch passes, after existing hooks; weights with `several` uses are seen per use."""
         holders = self._formats.holders(self._model)
         for name, module in self._model.named_modules():
             self._handles += [

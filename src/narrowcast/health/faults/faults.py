@@ -82,7 +82,7 @@ class Fault:
     """Which number of the tensor, counted through all of it; None: chosen by the seed."""
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Return a description."""
         return (
             f"{self.value} in {self.module or 'the model'} {self.role}, "
             f"micro-batch {self.micro_batch}"
@@ -135,10 +135,7 @@ class StepFaults:
 
     @contextlib.contextmanager
     def during(self, micro_batch: int) -> Iterator[None]:
-        """Hold this over the passes of a micro-batch; those that found nothing to hit are refused.
-
-        The passes must be in eager mode.
-        """
+        """Inject into the eager passes of a micro-batch; raise if nothing was hit."""
         with contextlib.ExitStack() as stack:
             hits = [
                 stack.enter_context(_installed(each))

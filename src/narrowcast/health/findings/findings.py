@@ -52,10 +52,7 @@ class Findings:
     def look(
         self, record: HealthRecord, *, scaling: LossScale | None = None, loss_scale: float = 1.0
     ) -> list[FindingRecord]:
-        """Take in the statistics of a step; return the issues that begin with it.
-
-        `scaling` are the settings of the loss scale, if there is one, and it was `loss_scale`.
-        """
+        """Take in the statistics of a step; return the issues that begin with it."""
         seen = {(s.module, s.role): s for s in self._tensors(record)}
         terms = self.wording()
         matches = [t for s in seen.values() for rule in RULES for t in rule(s, terms)]
@@ -105,7 +102,7 @@ class Findings:
         return self._new_findings(result, step=record.step, requested=request)
 
     def _is_resting(self, lr: float) -> bool:
-        """Say whether a schedule is near zero, where fp32 itself loses updates."""
+        """Return whether a schedule is near zero, where fp32 itself loses updates."""
         near_zero = lr < max(NEAR_ZERO * self._highest_lr, FP32.epsilon)
         return near_zero and _keeps_all_digits(self.wording())
 
@@ -176,7 +173,7 @@ def _finding(trouble: Trouble, step: int) -> FindingRecord:
 
 
 def _finer(terms: Wording) -> str:
-    """Say how fewer updates are lost, in the formats that are in force."""
+    """Return how fewer updates are lost, in the formats that are in force."""
     if _keeps_all_digits(terms):
         return f"all fp32 digits are stored already: try a higher {terms.lr}"
     return "try master=split (or kahan, stochastic) in the policy"

@@ -161,7 +161,7 @@ RULES: tuple[Rule, ...] = (overflow, saturation, vanishing, dead, drift)
 
 
 def spike(loss: float, past: Sequence[float]) -> str:
-    """Say how a loss lies outside what was usual; nothing where it does not."""
+    """Return how a loss lies outside what was usual; nothing where it does not."""
     if len(past) < REMEMBERED // 2 or not math.isfinite(loss):
         return ""
     # Of the last few, and of the differences of neighbours: a run that learns moves by itself.
@@ -184,7 +184,7 @@ def _overflowing(seen: TensorHistory, share: float, terms: Wording) -> Trouble:
 
 
 def _not_finite(seen: TensorHistory, terms: Wording, *, arrived: bool) -> Trouble:
-    """Tell of NaN or infinities that no wider format would have held."""
+    """Report NaN or inf that no wider format would have held."""
     if arrived:
         advice = "check the data: the value was already in the input"
     elif seen.role in ("weight", "update"):
@@ -199,7 +199,7 @@ def _not_finite(seen: TensorHistory, terms: Wording, *, arrived: bool) -> Troubl
 
 
 def _wider(seen: TensorHistory, terms: Wording) -> str:
-    """Say how a module gets the format above the one in force."""
+    """Return how a module gets the format above the one in force."""
     wider = "fp32" if seen.format in ("bf16", "tf32") else "bf16"
     # What goes into a module not finite was made by the code around it, in that one's format.
     made_outside = seen.role == "input" and seen.nonfinite > 0

@@ -112,10 +112,7 @@ class WhatIf:
 def unsafe_to_lower(
     sites: Sequence[TensorSite], rows: Sequence[Sequence[float]], *, scaled: bool
 ) -> Iterator[str]:
-    """Yield the modules whose sites would not hold what was seen, each once.
-
-    `scaled`: a loss scale gives way to gradients that are too large.
-    """
+    """Yield the modules whose sites would not hold the seen values, each once."""
     message = set()
     for site, row in zip(sites, rows, strict=True):
         if site.module not in message and not _fits(site, row, scaled=scaled):

@@ -96,7 +96,7 @@ class Probes:
         """What the modules in `supposed` would lose with these policies."""
 
     def seen(self) -> list[bool]:
-        """Say of each site whether there was anything to look at in its module's last pass."""
+        """Return for each site whether its module's last pass had anything to sample."""
         return [
             site not in self._seen_at
             or site.role not in self._seen_at[site].__dict__.get("nc_unseen", ())
@@ -131,7 +131,7 @@ class Probes:
 
 
 def _has_blocks(*policies: Policy | None) -> bool:
-    """Say whether neighbours share a scale in any format of these policies."""
+    """Return whether neighbours share a scale in any format of these policies."""
     return any(
         policy.scaling == "block"
         or any(isinstance(format_named(roundings(policy, r)[-1]), BlockFormat) for r in ROLES)
@@ -147,10 +147,7 @@ def _trained_weight(model: nn.Module, module_plan: ModulePlan) -> nn.Parameter |
 
 
 def _ends_of_chains(model: nn.Module) -> dict[str, tuple[nn.Module | None, nn.Module | None]]:
-    """Return, for layers that run as one, where the first's input and the last's output are seen.
-
-    What is between them is never there.
-    """
+    """Return the input of the first and the output of the last of layers that run as one."""
     seen: dict[str, tuple[nn.Module | None, nn.Module | None]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Fp8Mlp | GeluMlp):

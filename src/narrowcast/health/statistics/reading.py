@@ -49,19 +49,13 @@ class Reading:
         return [] if health is None else [health, *self._worst(rows)]
 
     def unsafe_to_lower(self, *, scaled: bool) -> list[str]:
-        """Return the modules whose supposed formats would not have held what passed.
-
-        `scaled`: a loss scale gives way to gradients that are too large. Waits until it is there.
-        """
+        """Return modules whose own formats would not have held the values. Synchronises."""
         return [
             *unsafe_to_lower(self._supposed_sites, self._supposed.wait().tolist(), scaled=scaled)
         ]
 
     def as_if(self, name: str) -> HealthRecord | None:
-        """Return what these samples would lose to another format; None where nothing has passed.
-
-        Waits for the device.
-        """
+        """Return the loss of these samples to another format, or None. Synchronises."""
         with torch.no_grad():
             rows = what_if(self._grouping.in_order(self._stacks), name).tolist()
         return self._record(rows, [name] * len(rows))
@@ -116,7 +110,7 @@ class Reading:
 
 
 def _is_there(row: Sequence[float]) -> bool:
-    """Say whether anything but zeros has been sampled."""
+    """Return whether anything but zeros has been sampled."""
     return row[COLUMNS.index("amax")] > 0
 
 

@@ -47,10 +47,7 @@ class Offsets:
         self.draw(0)
 
     def draw(self, step: int) -> None:
-        """Draw the offsets of a step's reading, which depend on nothing but the seed and the step.
-
-        Waits for nothing.
-        """
+        """Draw the offsets of a reading from the seed and the step alone. Does not wait."""
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + step) % 2**63)
         for offsets in (self.single, self.runs):
             width = 2**FRACTION_BITS // len(offsets)

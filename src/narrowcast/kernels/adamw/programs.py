@@ -217,10 +217,7 @@ def update(
 def _weight(
     at_weight, at_extra, mask, STORED: tl.constexpr, MASTER: tl.constexpr, NATIVE: tl.constexpr
 ):
-    """Return a weight with all digits that are kept of it, and the two parts as they are kept.
-
-    Where these belong to different numbers somebody has written to the weight, and it counts alone.
-    """
+    """Return a weight in full and its two parts; one that was written to counts alone."""
     stored = load(at_weight, mask)
     missing = stored
     if MASTER == "split":

@@ -19,10 +19,7 @@ from narrowcast.kernels.norms.programs import backward_normed, write_normed
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return what `F.layer_norm` gives, in `dtype`, computed in fp32.
-
-    The last dimensions of `x` are those of `weight` and `bias`.
-    """
+    """Return `F.layer_norm` over the dimensions of `weight`, in `dtype`, computed in fp32."""
     result: Tensor = _apply(x, weight, bias, eps, dtype)
     return result
 

@@ -102,10 +102,7 @@ class AmaxHistories:
         return DECIDED.among(self._where)
 
     def take_counts(self) -> tuple[Tensor, Tensor]:
-        """Return what casts have lost, and the largest magnitudes, since this was last asked.
-
-        (modules, roles, counts) and (modules, roles), on the device. Waits for nothing.
-        """
+        """Return what casts lost and the largest magnitudes since the last call. Does not wait."""
         taken = self.counts.clone(), self.peak.clone()
         self.counts.zero_()
         self.peak.zero_()
@@ -124,10 +121,7 @@ class AmaxHistories:
         self._note_decided()
 
     def forget(self, keep: frozenset[int] = frozenset()) -> None:
-        """Let the next matrices decide the scales that come from no applied step, as the first did.
-
-        Those at the addresses `keep` stay. Waits for the device.
-        """
+        """Let the next matrices decide undecided scales but those at `keep`. Synchronises."""
         stored = torch.tensor(
             [each.data_ptr() in keep for each in self.scale_inv.view(-1).split(1)]
         )
@@ -223,7 +217,7 @@ class AmaxHistory:
         return self._scale_inv[role]
 
     def is_decided(self, role: str) -> bool:
-        """Say whether native products use the scale of a role as it is."""
+        """Return whether native products use the scale of a role as it is."""
         return self.scale_inv(role) in DECIDED
 
     def cast_stats(self, role: str) -> Tensor | None:

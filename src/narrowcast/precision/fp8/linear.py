@@ -73,10 +73,7 @@ class Fp8Linear(Mixin, nn.Linear):
     def nc_quantized(
         self, inputs: Tensor, rows: Tensor, *, scale: Scale, learns: bool
     ) -> Quantized:
-        """Return the rows of what this layer is given in fp8, made here or by a layer before it.
-
-        Transposed as well where a weight `learns` from them.
-        """
+        """Return the rows in fp8, transposed as well if a weight `learns` from them."""
         formats, learns = self.nc_formats, learns and torch.is_grad_enabled()
         return quantized_input(
             inputs,
@@ -102,10 +99,7 @@ class Fp8Linear(Mixin, nn.Linear):
         return of_input, (history.scale_inv("grad_output"), history.cast_stats("grad_output"))
 
     def nc_refresh(self) -> None:
-        """Make the weight in fp8 anew if it has changed.
-
-        In eager mode every call asks; before a compiled forward pass `autocast()` does.
-        """
+        """Make the fp8 weight again if it has changed: in every eager call, or in `autocast()`."""
         weight = self.weight
         # A weight that never moves has its scale once and for all.
         history = self.nc_history if weight.requires_grad else None
@@ -139,7 +133,7 @@ class Fp8Linear(Mixin, nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """Say the formats where the model is printed."""
+        """Return the formats for `print(model)`."""
         return f"{super().extra_repr()}, {self.nc_formats}, native"
 
 

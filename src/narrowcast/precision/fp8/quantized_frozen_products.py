@@ -59,7 +59,7 @@ class QuantizedFrozenProducts(Mixin):
         return result if self.nc_autocast is not None else result.to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Say the formats where the model is printed."""
+        """Return the formats for `print(model)`."""
         how = "native" if self.nc_native else "emulated"
         return f"{super().extra_repr()}, {self.nc_formats}, {how}"
 

@@ -111,7 +111,7 @@ def _fits(
     history: AmaxHistory | None,
     where: tuple[int, bool],
 ) -> bool:
-    """Say whether what was made is what this layer would make; let it have the same scale if so."""
+    """Return whether this layer would make the same codes; if so, let it share the scale."""
     mine = made.wanted
     if (
         made.of() is not settings

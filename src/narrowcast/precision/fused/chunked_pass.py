@@ -184,10 +184,7 @@ def chunked_loss(
     terms: LossTerms,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the loss of (rows, width) states, with products of operands in `dtype`.
-
-    Where nothing needs a gradient none is computed. Gradients have the dtypes autograd expects.
-    """
+    """Return the loss of (rows, width) states, with products of operands in `dtype`."""
     grads = torch.is_grad_enabled()
     needs = tuple(grads and t is not None and t.requires_grad for t in (hidden, weight, bias))
     if not any(needs):
@@ -275,7 +272,7 @@ class _RowLosses(torch.autograd.Function):
 
 
 def check_first_derivative_only() -> None:
-    """Refuse a backward pass that is to be differentiated again."""
+    """Raise if a backward pass is to be differentiated again."""
     # Autograd itself would take these gradients for constants, and say nothing. A compiled backward
     # pass refuses by itself.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():

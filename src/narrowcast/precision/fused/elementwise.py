@@ -203,7 +203,7 @@ def _called(layer: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def _fit(device: str, *tensors: Tensor) -> bool:
-    """Say whether the kernels take these tensors."""
+    """Return whether the kernels take these tensors."""
     for each in tensors:  # not all(…): with a generator in it this takes the host twice as long
         if type(each) not in PLAIN or each.dtype not in _DTYPES:
             return False
@@ -213,7 +213,7 @@ def _fit(device: str, *tensors: Tensor) -> bool:
 
 
 def _narrow_between_wide(norm: OnePassNorm | OnePassLayerNorm, x: Tensor, weight: Tensor) -> bool:
-    """Say whether torch's own norm would be a pass between casts, which a kernel is not."""
+    """Return whether torch's own norm would be a pass between casts, which a kernel is not."""
     if x.shape[x.dim() - weight.dim() :] != weight.shape:
         return False
     if x.dtype == torch.float32:  # torch's own is one pass as well
@@ -224,7 +224,7 @@ def _narrow_between_wide(norm: OnePassNorm | OnePassLayerNorm, x: Tensor, weight
 
 
 def _turns(device: str, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> bool:
-    """Say whether the kernel turns these, heads before positions, by angles of each position."""
+    """Return whether the kernel turns these, heads before positions, by angles of each position."""
     if not _fit(device, query, key, cosine, sine) or query.dim() != 4 or cosine.dim() != 3:
         return False
     batch, _, length, width = query.shape

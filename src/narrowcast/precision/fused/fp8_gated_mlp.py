@@ -73,10 +73,7 @@ class Fp8GatedMlp(Mixin):
 
 
 def can_chain(module: nn.Module, known: GatedMlp) -> bool:
-    """Say whether the three layers of a gated MLP have products that can be joined.
-
-    Gate and value have one scale for their input afterwards.
-    """
+    """Return whether a gated MLP can be joined; its first two layers then share a scale."""
     if known.gate == known.value:
         return False  # one layer, whose gradient has one scale
     layers = [module._modules[name] for name in (known.gate, known.value, known.down)]

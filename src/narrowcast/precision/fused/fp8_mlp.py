@@ -53,7 +53,7 @@ class Fp8Mlp(Mixin):
 
 
 def can_fuse(module: nn.Module) -> bool:
-    """Say whether a module promises a chain whose two layers have products that can be joined."""
+    """Return whether a module declares a chain whose two layers can be joined."""
     ends = fused_mlp_layers(module)
     if ends is None:
         return False

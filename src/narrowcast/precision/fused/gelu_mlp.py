@@ -36,7 +36,7 @@ class GeluMlp(Mixin):
 
 
 def can_fuse(module: nn.Module, *, device: torch.device) -> bool:
-    """Say whether a module promises a chain of plain linear layers, on a device with kernels."""
+    """Return whether a module promises a chain of plain linear layers, on a device with kernels."""
     ends = fused_mlp_layers(module)
     if ends is None or device.type != "cuda" or unsupported_reason(device):
         return False

@@ -49,10 +49,7 @@ def fuse_loss(module: nn.Module, head: str, *, chunk_rows: int | None) -> None:
 
 
 class CausalLoss(Mixin):
-    """A causal language model whose loss is taken without logits while it trains.
-
-    What it returns then has no logits. Without labels, or in evaluation, nothing is different.
-    """
+    """A causal language model that returns its loss without logits while it trains."""
 
     nc_name: str
     nc_head: str
@@ -162,7 +159,7 @@ def _as_it_is(hidden: Tensor) -> Tensor:
 
 
 def _is_another(hidden: Tensor, handed_on: Tensor) -> bool:
-    """Say whether more than a cast was done to what a head handed on."""
+    """Return whether more than a cast was done to what a head handed on."""
     return hidden is not handed_on and hidden.dtype == handed_on.dtype
 
 
@@ -222,7 +219,7 @@ class Unmasked(Mixin):
             _mask_state.needs_none = around
 
     def _nc_is_content(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Say whether no mask, no positions, no cache, and nothing that may be such are given."""
+        """Return whether no mask, positions or cache are passed, nor anything that may be one."""
         inputs = (*zip(self.nc_arguments, args, strict=False), *kwargs.items())
         return all(
             value is None or name in _CONTENT or isinstance(value, _WORDS) for name, value in inputs

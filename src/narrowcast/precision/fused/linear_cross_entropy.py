@@ -277,7 +277,7 @@ def _here(
 
 
 def _is_fp8(head: nn.Linear, terms: LossTerms) -> bool:
-    """Say whether a head multiplies in fp8 on this device, and can be called for each chunk."""
+    """Return whether a head multiplies in fp8 on this device, and can be called for each chunk."""
     if torch.compiler.is_compiling() or _is_emulated() or is_watched(head):
         return False  # the compiler cannot trace a backward pass inside a forward pass
     from narrowcast.precision.fp8.linear import Fp8Linear
@@ -301,6 +301,6 @@ def _operand_dtype(hidden: Tensor, head: nn.Linear) -> torch.dtype | None:
 
 
 def _is_emulated() -> bool:
-    """Say whether a function mode would see a product made here; one for devices does not count."""
+    """Return whether a function mode other than a device mode would see a product here."""
     modes = torch.overrides._get_current_function_mode_stack()
     return any(type(mode) is not DeviceContext for mode in modes)

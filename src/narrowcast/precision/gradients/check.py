@@ -103,10 +103,7 @@ class GradientNorms:
         self._kernel = _kernel_on(local_part(weights[0]).device) if kernel else None
 
     def taken_places(self) -> TensorAddresses | None:
-        """Hand over where the gradients of the last call are; nothing is known of them afterwards.
-
-        None where no kernel has looked. Whoever asks must do so before anybody can move them.
-        """
+        """Return the addresses of the last call's gradients once; None without a kernel."""
         if self._kernel is None:
             return None
         places, self._kernel.places = self._kernel.places, None

@@ -56,7 +56,7 @@ class LossScale:
     """False: the scale stays at `init_scale`."""
 
     def __str__(self) -> str:
-        """Say how it moves."""
+        """Return how it moves."""
         if not self.dynamic:
             return f"{self.init_scale:g}, static"
         strikes = "an overflow" if self.hysteresis == 1 else f"{self.hysteresis} overflows in a row"
@@ -205,10 +205,7 @@ class Scales:
         return self._losses[name]
 
     def growth_since(self, value: Tensor) -> Tensor | None:
-        """Return how many times larger all gradients are than under that scale of the loss.
-
-        None where losses have no scale, or have their own.
-        """
+        """Return how much larger gradients are than at `value`; None without one common scale."""
         return None if self.value is None or self.per_loss else self.value / value
 
     @property

@@ -52,10 +52,7 @@ class Once:
         self._histories = next((h.whole for h in result if isinstance(h, AmaxHistory)), None)
 
     def before(self) -> "Again":
-        """Keep what buffers hold before a pass: all of them the first time, then what is written.
-
-        A pass is followed by `after`.
-        """
+        """Store the buffers before a pass: all of them at first, then what is written."""
         places = range(len(self._places)) if self._written is None else sorted(self._written)
         held = {i: b.detach().clone() for i in places if (b := self._held(i)) is not None}
         return Again(self._places, held, self._marks(), self._histories)

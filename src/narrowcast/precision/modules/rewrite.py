@@ -240,10 +240,7 @@ def _around(name: str, regions: Mapping[str, _Held]) -> _Held:
 
 
 def _needs_own_products(module_plan: ModulePlan, around: Region) -> bool:
-    """Say whether a linear layer multiplies in another way than the region around it.
-
-    One in the same format is left to the region; one in fp32 gets a region of its own.
-    """
+    """Return whether a linear layer multiplies in another way than the region around it."""
     match module_plan.how:
         case "unchanged":
             return False
@@ -379,7 +376,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def check_shared_memory(model: nn.Module, trained: Set[nn.Parameter], plan: Plan) -> None:
-    """Refuse 16-bit weights that would have memory of their own, where they shared one with others.
+    """Check that no 16-bit weight shares memory with another tensor, and raise.
 
     With weights that are trained or frozen, or with buffers. In fp32 nothing is moved, and they
     stay what they are to torch.
@@ -431,7 +428,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _share_an_element(first: Tensor, second: Tensor) -> bool:
-    """Say so of two whose extents overlap, the first of which begins no later than the second."""
+    """Return whether tensors with overlapping extents share an element; `first` begins first."""
     if is_dense(first) and is_dense(second):
         return True
     # Columns of one matrix, say, lie in between one another.
@@ -446,10 +443,7 @@ def _share_an_element(first: Tensor, second: Tensor) -> bool:
 
 
 def compact_recurrent(model: nn.Module, *, only: Set[nn.Parameter] | None = None) -> None:
-    """Lay the weights of recurrent layers side by side again, where cuDNN wants them so.
-
-    With `only` given, a layer that has other weights too stays where it is.
-    """
+    """Lay the weights of recurrent layers together again, for layers with `only` these."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase) and (only is None or only >= set(module.parameters())):
             module.flatten_parameters()

@@ -53,10 +53,7 @@ def siblings_in(model: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
 
 
 def find_siblings(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of these layers that are always given one tensor: none, or at least two.
-
-    Attention that may look elsewhere is asked with and without something to look at.
-    """
+    """Return which of these layers always read one tensor: none, or at least two."""
     plain = plain_class(module)
     if has_own_forward(module) or not plain.forward.__module__.startswith(_HOUSES):
         return ()

@@ -67,7 +67,7 @@ class EmulatedLinear(Mixin, nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """Say the formats where the model is printed."""
+        """Return the formats for `print(model)`."""
         return f"{super().extra_repr()}, {self.nc_formats}"
 
 
@@ -96,7 +96,7 @@ class Fp32Norm(Mixin):
             return cast_first_float(super().forward(*args, **kwargs), x.dtype)
 
     def _nc_has_fp32_weights(self, x: Tensor) -> bool:
-        """Say whether fp32 weights or statistics tell torch to read 16 bits and compute in fp32."""
+        """Return whether fp32 weights or statistics make torch compute 16-bit inputs in fp32."""
         extra: Tensor | None = self._parameters.get("weight")
         if extra is None:
             extra = self._buffers.get("running_mean")
@@ -212,7 +212,7 @@ class WithoutFastPath(Mixin):
 
     @property
     def activation_relu_or_gelu(self) -> int:
-        """Say of its activation that it is another than that operation has."""
+        """Return 0, so that torch does not take the fast path."""
         return 0
 
 

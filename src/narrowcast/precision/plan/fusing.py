@@ -112,7 +112,7 @@ def _why_not(module: nn.Module, head_name: str) -> str:
 
 
 def _followed(module: nn.Module, head_name: str) -> str:
-    """Say what keeps a model's own forward from being followed to its loss; nothing if nothing."""
+    """Return why a model's forward cannot be followed to its loss, or nothing."""
     plain: Any = plain_class(module)
     seen: dict[str, Any] = {}
     marks = {name: torch.zeros((), device="cpu") for name in ("loss", "num_items_in_batch")}
@@ -187,7 +187,7 @@ _BOTH_WAYS = frozenset({"create_bidirectional_mask", "create_bidirectional_slidi
 
 
 def makes_masks(module: nn.Module) -> bool:
-    """Say whether a model of transformers makes the masks of its attention, by its own code."""
+    """Return whether a model of transformers makes the masks of its attention, by its own code."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or MASKING not in sys.modules:
         return False  # nobody can have made one
@@ -197,7 +197,7 @@ def makes_masks(module: nn.Module) -> bool:
 
 
 def why_masked(module: nn.Module) -> str:
-    """Say why a model is left to make its masks; nothing where it needs none of its own."""
+    """Return why a model is left to make its masks; nothing where it needs none of its own."""
     plain: Any = plain_class(module)
     if why := reason_not_probed(module):
         return why
@@ -217,7 +217,7 @@ def _called_by(module: nn.Module) -> set[str]:
 
 
 def _why_not_counted(module: nn.Module) -> str:
-    """Say why a model's positions may be others than 0, 1, 2 …, or it has a mask without one given.
+    """Return why positions may not be 0, 1, 2 …, or why there is a mask if none was passed.
 
     Nothing where neither is so. Its own forward is called with stand-ins for everything inside it,
     and what it would look for several sequences in is looked at.
@@ -435,14 +435,14 @@ def fused_pieces(
 
 
 def _why_left(module: ModulePlan) -> str:
-    """Say why a module is left as it is for what the plan has for it; nothing where it is not."""
+    """Return why the plan of a module prevents fusing, or nothing."""
     if module.policy.reduce != "fp32":
         return f"sums are rounded to {module.policy.reduce}"
     return _EMULATED if module.how == "emulated" else ""
 
 
 def _why_nowhere(piece: str, policy: Policy, hardware: Hardware, *, named: bool) -> str:
-    """Say why no module of a piece can be fused on this machine, with this policy."""
+    """Return why no module of a piece can be fused on this machine, with this policy."""
     device = torch.device(hardware.device)
     missing = unsupported_reason(device)
     if policy.reduce != "fp32":

@@ -71,10 +71,7 @@ _WIDTHS = {"bf16": 1, "tf32": 1, "fp32": 2}
 
 
 def _nowhere_below(policy: Policy, one: str) -> Policy:
-    """Return a policy whose products are in no format narrower than this, and nothing is fp16.
-
-    What weights, gradients and sums are kept in needs the range of bf16, and no more digits.
-    """
+    """Return a policy with no product narrower than `one`, and bf16 instead of fp16."""
     wider = replace(
         policy,
         params=_in_range(policy.params),
@@ -116,10 +113,7 @@ MIN_SPEEDUP = 1.02
 
 
 def detect_execution(model: nn.Module, requested: Execution | None = None) -> Execution:
-    """Return how a model will run, as asked; else whether it, or a part, was given to a compiler.
-
-    A model that is compiled after it was planned has to say so.
-    """
+    """Return the requested execution, or whether any part of the model is compiled."""
     if requested is not None:
         if requested not in get_args(Execution):
             terms = " or ".join(f'"{word}"' for word in get_args(Execution))
@@ -155,10 +149,7 @@ class Gain:
 
 
 def measured_gain(layer: nn.Linear, policy: Policy, measured: Measured, *, request: bool) -> Gain:
-    """Return the policy that is the faster one for a layer, and what was measured.
-
-    Where an exception has `asked` for fp8, nothing is left out for what it costs the host.
-    """
+    """Return the faster policy for a layer; a `request` for fp8 ignores the host cost."""
     kind, wide, speeds = policy.scaling, policy.functional, measured.speeds
     rows, inputs, outputs = measured.rows, layer.in_features, layer.out_features
     named, gain, late = f"{rows}×{inputs}×{outputs}", None, None
@@ -183,7 +174,7 @@ def measured_gain(layer: nn.Linear, policy: Policy, measured: Measured, *, reque
 
 
 def execution_lines(running: Execution, *, spared: int, weighed: bool) -> Sequence[tuple[str, str]]:
-    """Say how a model is taken to run, where layers are spared fp8 for it or others might be."""
+    """Return how a model is taken to run, where layers are spared fp8 for it or others might be."""
     if not spared and not weighed:
         return []
     if running == "graphed":

@@ -33,7 +33,7 @@ def in_a_line(error: Exception) -> str:
 
 
 def reason_not_probed(module: nn.Module) -> str:
-    """Say why a module's forward is not to be asked what it computes; nothing where it is."""
+    """Return why a module's forward is not to be asked what it computes; nothing where it is."""
     plain = plain_class(module)
     if has_own_forward(module) or not plain.forward.__module__.startswith("transformers."):
         return f"{plain.__name__} overrides forward"
@@ -82,7 +82,7 @@ class GatedMlp:
 
 
 def reason_not_gelu(module: nn.Module) -> str:
-    """Say why a GELU that is written out is not known; nothing where `gelu_approximation` is."""
+    """Return why a GELU that is written out is not known; nothing where `gelu_approximation` is."""
     return "" if gelu_approximation(module) else f"{plain_class(module).__name__} is not a GELU"
 
 
@@ -123,18 +123,18 @@ def match_rotary(module: nn.Module) -> FunctionType | str:
 
 
 def looks_like_a_gated_mlp(module: nn.Module) -> bool:
-    """Say whether a module has the layers of a gated MLP."""
+    """Return whether a module has the layers of a gated MLP."""
     return any(all(name in module._modules for name in names) for names in (*_MLPS, _JOINT_MLP))
 
 
 def looks_like_a_gelu_written_out(module: nn.Module) -> bool:
-    """Say whether a module of transformers is called a GELU and takes several operations for it."""
+    """Return whether a module of transformers is named a GELU and takes several operations."""
     called = "GELU" in plain_class(module).__name__.upper() and not list(module.children())
     return called and not reason_not_probed(module) and _operations(module) > 1
 
 
 def looks_like_turning(module: nn.Module) -> bool:
-    """Say whether the forward of a module calls what turns queries and keys."""
+    """Return whether the forward of a module calls what turns queries and keys."""
     forward = inspect.unwrap(plain_class(module).forward)
     return isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names
 
@@ -187,7 +187,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _is_gated(module: nn.Module, known: GatedMlp) -> bool:
-    """Say whether a module gives down(activation(gate(x)) · value(x)) of the layers it has."""
+    """Return whether a module gives down(activation(gate(x)) · value(x)) of the layers it has."""
     joint = known.gate == known.value
     matrices = {
         known.gate: numbers(_WIDTH, _WIDTH * (2 if joint else 1), seed=3),
@@ -215,7 +215,7 @@ def _layer(matrix: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _turns_halves(turn: Callable[..., Any]) -> bool:
-    """Say whether a function turns (batch, head, length, width) as models of transformers do."""
+    """Return whether a function turns (batch, head, length, width) as models of transformers do."""
     query, key = numbers(2, 3, _ROWS, _WIDTH, seed=7), numbers(2, 1, _ROWS, _WIDTH, seed=8)
     angles = numbers(2, 2, _ROWS, _WIDTH, seed=9)
     try:
@@ -315,7 +315,7 @@ def get_epsilon(norm: nn.Module) -> float:
 
 
 def reason_not_layer_norm(module: nn.Module) -> str:
-    """Say why a layer norm of torch is not known; nothing where it is."""
+    """Return why a layer norm of torch is not known; nothing where it is."""
     plain = plain_class(module)
     if has_own_forward(module) or plain.forward is not nn.LayerNorm.forward:
         return f"{plain.__name__} overrides forward"
@@ -326,7 +326,7 @@ def reason_not_layer_norm(module: nn.Module) -> str:
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """Say whether a module is a norm by the mean of squares, or derived from torch's."""
+    """Return whether a module is a norm by the mean of squares, or derived from torch's."""
     if isinstance(module, nn.RMSNorm):
         return True
     by_name = "RMS" in plain_class(module).__name__ or "variance_epsilon" in vars(module)
@@ -334,7 +334,7 @@ def looks_like_a_norm(module: nn.Module) -> bool:
 
 
 def looks_like_a_layer_norm(module: nn.Module) -> bool:
-    """Say whether a module is torch's layer norm, or one derived from it."""
+    """Return whether a module is torch's layer norm, or one derived from it."""
     return isinstance(module, nn.LayerNorm)
 
 

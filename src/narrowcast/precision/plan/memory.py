@@ -211,7 +211,7 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def _check_own_checkpointing(model: nn.Module) -> None:
-    """Refuse to compute again what a model of transformers computes again by itself."""
+    """Raise if a model of transformers already recomputes its blocks."""
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ConfigError(
             "memory.activation_checkpointing: the model's own gradient checkpointing is on too, "
@@ -222,7 +222,7 @@ def _check_own_checkpointing(model: nn.Module) -> None:
 
 
 def _check_in_place_writes(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse to keep products that the next layer writes over."""
+    """Raise if the next layer overwrites a product that would be stored."""
     for block in names:
         for name, module in model.get_submodule(block).named_modules():
             if getattr(module, "inplace", False) is True:

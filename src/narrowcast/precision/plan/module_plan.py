@@ -41,10 +41,7 @@ Kind = Literal[
 
 
 def module_kind(module: nn.Module) -> Kind:
-    """Return the kind of a module, by its class.
-
-    A module of its own making that is called a norm (`LlamaRMSNorm`) is taken at its word.
-    """
+    """Return the kind of a module, by its class; any class named a norm counts as one."""
     match module:
         case nn.Linear() | QuantizedFrozenLayer():
             return "linear"
@@ -63,7 +60,7 @@ def module_kind(module: nn.Module) -> Kind:
 
 
 def may_be_complex(module: nn.Module, kind: Kind) -> bool:
-    """Say whether a module of its own making has a weight that `view_as_complex` would take."""
+    """Return whether a module of its own making has a weight that `view_as_complex` would take."""
     own = module.parameters(recurse=False)
     return kind == "other" and any(weight.dim() > 1 and weight.shape[-1] == 2 for weight in own)
 
@@ -297,12 +294,12 @@ def _with_frozen(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, Po
 
 
 def widens(policy: Policy) -> bool:
-    """Say whether weights are kept in fewer bits than they are multiplied in."""
+    """Return whether weights are kept in fewer bits than they are multiplied in."""
     return policy.params != "fp32" and policy.functional in ("fp32", "tf32")
 
 
 def is_uniform(policy: Policy) -> bool:
-    """Say whether all products have one format and return it: what a region can do."""
+    """Return whether all products have one format and return it: what a region can do."""
     products = {getattr(policy, role) for role in PRODUCTS}
     one = products.pop()
     return (
@@ -313,7 +310,7 @@ def is_uniform(policy: Policy) -> bool:
 
 
 def _is_fp8_product(policy: Policy) -> bool:
-    """Say whether tensor cores have these products: e4m3 forward, fp8 or bf16 backward."""
+    """Return whether tensor cores have these products: e4m3 forward, fp8 or bf16 backward."""
     backward = {policy.grad_input, policy.grad_weight}
     return (
         policy.forward == "e4m3"
@@ -369,10 +366,7 @@ def _bytes(
 
 
 def _fp8_bytes(policy: Policy, module: nn.Module, how: How) -> dict[str, int]:
-    """Return what the weight takes that a layer keeps in fp8 as well, in both layouts.
-
-    One that is kept in nothing else has its scales beside it.
-    """
+    """Return the bytes of the fp8 weight in both layouts, or of the scales of a frozen one."""
     if isinstance(module, QuantizedFrozenLayer):
         return {"scales": module.weight_scale.nbytes}
     keeps = how == "native" and _is_fp8_product(policy)

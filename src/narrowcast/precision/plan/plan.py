@@ -392,7 +392,7 @@ def changes_between(before: Plan, after: Plan) -> list[PrecisionChange]:
 
 
 def formats_text(module: ModulePlan, plan: Plan) -> str:
-    """Say what a module computes in, and what its weights are kept in where that is not fp32."""
+    """Return what a module computes in, and what its weights are kept in where that is not fp32."""
     return ", ".join(_parts(module, plan))
 
 

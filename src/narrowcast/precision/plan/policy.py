@@ -323,7 +323,7 @@ def _roles_text(policy: Policy) -> str:
 
 
 def matches(name: str, glob: str) -> bool:
-    """Say whether a glob names a module; `.` is the model itself, without what is inside it."""
+    """Return whether a glob names a module; `.` is the model itself, without what is inside it."""
     return fnmatchcase(name, glob) or (not name and glob == ITSELF)
 
 

@@ -72,6 +72,6 @@ def relative_speed(
 
 
 def describe_loss(alike: Sequence[QuantizedFrozenPlan | None]) -> str:
-    """Say what the weights of some modules have lost."""
+    """Return what the weights of some modules have lost."""
     matches = [each.snr_db for each in alike if each is not None]
     return decibel_range([value for value in matches if value is not None])

@@ -18,14 +18,14 @@ class Wording:
     """Whether gradients are clipped already."""
 
     def formats(self, exceptions: Mapping[str, str]) -> str:
-        """Say how modules get other formats."""
+        """Return how modules get other formats."""
         if not self.in_recipe:
             return self.whole(self.policy.with_exceptions(exceptions))
         pairs = [f'"{glob}": {_quoted(text)}' for glob, text in exceptions.items()]
         return f"precision.overrides={{{', '.join(pairs)}}}"
 
     def wider(self, module: str, name: str) -> str:
-        """Say how one module, or the whole model, computes in a format."""
+        """Return how one module, or the whole model, computes in a format."""
         policy = widened(self.policy, module, name)
         return (
             self.formats({module: dict(policy.exceptions)[module]})
@@ -34,7 +34,7 @@ class Wording:
         )
 
     def whole(self, policy: Policy) -> str:
-        """Say how the whole model gets another policy."""
+        """Return how the whole model gets another policy."""
         key = "precision.policy" if self.in_recipe else "policy"
         return f'{key}="{short_text(policy)}"'
 

@@ -29,10 +29,7 @@ def autocast_off(device_type: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def check_native_backward(device_type: str) -> None:
-    """Refuse a backward pass that would go through emulated products with autocast on.
-
-    Their gradients are torch's own formulas, which nothing sees but autocast.
-    """
+    """Check that no backward pass through emulated products has autocast on, and raise."""
     if not torch.is_autocast_enabled(device_type):
         return
     modes = torch.overrides._get_current_function_mode_stack()

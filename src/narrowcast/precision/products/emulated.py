@@ -263,7 +263,7 @@ def _noted_scale(ctx: Any, grad: Tensor) -> Tensor | None:
 
 
 def is_cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether autocast would cast the operands of a call: it leaves those of float64 alone."""
+    """Return whether autocast would cast the operands of a call; it never casts float64."""
     matched: set[torch.dtype] = set()
     for value in (*args, *kwargs.values()):
         _map_floats(value, lambda t: matched.add(t.dtype))
@@ -274,10 +274,7 @@ def is_cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def rounded_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: Format
 ) -> Any:
-    """Call a product with its tensors, their gradients and its result rounded to `target`.
-
-    Sound for any function that is a product of its arguments, whatever its signature.
-    """
+    """Call any product with its tensors, gradients and result rounded to `target`."""
     kwargs = dict(kwargs)
     out = kwargs.pop("out", None)
     carrier = widest_float(args, kwargs)
@@ -324,7 +321,7 @@ def _rounded_fresh(x: Tensor, target: Format) -> Tensor:
 
 
 def _results_are_saved() -> bool:
-    """Say whether results of products may be kept by a mode, as selective checkpointing does."""
+    """Return whether results of products may be kept by a mode, as selective checkpointing does."""
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 

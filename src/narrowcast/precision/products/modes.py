@@ -155,7 +155,7 @@ def _edges(ends: tuple[Any, ...]) -> tuple[GradientEdge, ...] | None:
 
 
 def _has_edge(tensor: Tensor) -> bool:
-    """Say so but of tensors inside `torch.func`, and of what has no gradients."""
+    """Return whether it requires grad and is not inside `torch.func`."""
     return tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
@@ -262,7 +262,7 @@ class EmulatedProducts(TorchFunctionMode):
 
 
 def sees_reductions() -> bool:
-    """Say whether one of these modes is in force."""
+    """Return whether one of these modes is in force."""
     modes = torch.overrides._get_current_function_mode_stack()
     return any(isinstance(mode, EmulatedProducts | RoundedReductions) for mode in modes)
 
@@ -277,10 +277,7 @@ def _as_known(func: Any) -> Any:
 
 
 def _is_elsewhere(around: str | None) -> bool:
-    """Say whether another region is in force than the one a mode was made in.
-
-    In none, a thread of autograd's is at work, to which torch takes modes along.
-    """
+    """Return whether another region is active; none is in a thread of autograd."""
     here = active_region()
     return here is not None and here != around
 
@@ -306,14 +303,14 @@ def _without_autocast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _is_handled(func: Any) -> bool:
-    """Say whether a region does more to a call than to pass it on."""
+    """Return whether a region does more to a call than to pass it on."""
     special = (F.linear, F.multi_head_attention_forward, torch.prelu)
     tables = (PRODUCTS, REDUCTIONS, IN_PLACE, HIDING, special)
     return any(func in table for table in tables)
 
 
 def _is_compiled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether compiled code makes this call: its products were rounded when it was traced.
+    """Return whether compiled code makes this call: its products were rounded when it was traced.
 
     The compiler runs torch's own Python, and so does what it writes, with products into `out`.
     As under torch's autocast, what a user multiplies into `out` keeps its format as well.

@@ -142,12 +142,12 @@ def rounded(x: Tensor, target: Format) -> Tensor:
 
 
 def is_delayed(target: Format | BlockFormat) -> bool:
-    """Say whether a scale from the past is of use: a block has its own, 16 bits need none."""
+    """Return whether a scale from the past is of use: a block has its own, 16 bits need none."""
     return isinstance(target, Format) and needs_scale(target.name)
 
 
 def needs_scale(name: str) -> bool:
-    """Say whether operands of this format need scales."""
+    """Return whether operands of this format need scales."""
     return name not in (FP32.name, TF32.name, BF16.name, FP16.name)
 
 
@@ -182,7 +182,7 @@ def straight(x: Tensor, forth: Rounding, dtype: torch.dtype, back: Rounding) -> 
 
 
 def is_transformed() -> bool:
-    """Say whether a transform of `torch.func`, or forward differentiation, is at work here."""
+    """Return whether a transform of `torch.func`, or forward differentiation, is at work here."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -162,7 +162,7 @@ class PreparedModel:
         self._listener: weakref.ref[PassListener] | None = None
 
     def tell(self, listener: PassListener) -> None:
-        """Tell somebody of this model's passes, for as long as others hold it."""
+        """Notify a listener of this model's passes, by a weak reference."""
         self._listener = weakref.ref(listener)
 
     @property
@@ -219,7 +219,7 @@ class InRegion(Transparent):
         return super().forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """Say the format where the model is printed."""
+        """Return the format for `print(model)`."""
         own = f"in {self.nc_entry.region.format_name}" if self.nc_begins else ""
         return ", ".join(filter(None, [super().extra_repr(), own]))
 
@@ -265,7 +265,7 @@ class InRegion(Transparent):
 
 
 def _is_in_backward() -> bool:
-    """Say whether this thread is in a backward pass; a compiler need not know."""
+    """Return whether this thread is in a backward pass; a compiler need not know."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -290,7 +290,7 @@ _backward = threading.local()
 
 
 def _is_in_inner_autocast() -> bool:
-    """Say whether a block of `torch.autocast` was entered in this backward pass, on or off."""
+    """Return whether a block of `torch.autocast` was entered in this backward pass, on or off."""
     return _autocast_depth() > getattr(_backward, "depth", 0)
 
 

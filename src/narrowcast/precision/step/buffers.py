@@ -139,10 +139,7 @@ class BufferGuard:
 
     @torch.no_grad()
     def after_passes(self, finite: Tensor) -> None:
-        """Take back what the passes of a step wrote: all of it, or if `finite` what is not finite.
-
-        Asked twice, as a capture does, it queues the same twice.
-        """
+        """Take back what the passes of a step wrote: everything, or the nonfinite if `finite`."""
         self._was_requested = True
         now = self._marks()
         written = self._written_by_passes(now)

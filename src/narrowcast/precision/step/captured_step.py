@@ -60,7 +60,7 @@ class Inputs:
     form: Form
 
     def changed_since(self, other: Form) -> str:
-        """Say which of the numbers is another than it was there."""
+        """Return which of the numbers is another than it was there."""
         before = {name: (kind, text) for name, kind, text in other}
         for name, kind, text in self.form:
             if before.get(name) != (kind, text):
@@ -119,10 +119,7 @@ class CaptureTerms:
         self._met = False
 
     def hold(self) -> bool:
-        """Say whether nothing has changed that a replay would not know of.
-
-        Formats, modes, what is trained, and where weights and moments lie.
-        """
+        """Return whether nothing has changed that a replay would not know of."""
         if self._engine.plan is not self._plan or self._engine.weights.fused is not self._fused:
             return False
         if self._fused is not None:
@@ -137,7 +134,7 @@ class CaptureTerms:
         return list(map(id, map(dict.get, self._holders, self._keys)))
 
     def changed_by_passes(self, buffers: list[int]) -> str:
-        """Say what passes do that no graph can, given what the buffers were before."""
+        """Return what passes do that no graph can, given what the buffers were before."""
         if any(isinstance(module, Recomputed) and module.nc_draws for module in self._modules):
             return (
                 "blocks recomputed by memory.activation_checkpointing use random numbers "
@@ -210,7 +207,7 @@ class CapturedStep:
         self._begin()
 
     def __repr__(self) -> str:
-        """Say what is captured, and how the last step was taken."""
+        """Return what is captured, and how the last step was taken."""
         name = getattr(self._loss_fn, "__qualname__", type(self._loss_fn).__name__)
         held = f"{len(self._graphs)} of at most {self._most} signatures captured"
         last = self.why or "the last step was replayed"
@@ -283,7 +280,7 @@ class CapturedStep:
         return graphs.replay([inputs.arguments], None)
 
     def _why_not_yet(self, key: Any) -> str:
-        """Say why a signature is not captured in this step; nothing where it is to be."""
+        """Return why a signature is not captured in this step; nothing where it is to be."""
         if key not in self._rehearsed or self._engine.log.counts().applied <= self._applied_before:
             # The last numbers that a capture keeps, such as scales of fp8, are of an applied step.
             return "steps of a new signature run eagerly until they are warmed up"
@@ -360,7 +357,7 @@ class CapturedStep:
         return tensor.to(self._device, non_blocking=True)
 
     def _check_changing_numbers(self, inputs: Inputs) -> None:
-        """Refuse a number beside the tensors that is another in every step."""
+        """Raise if a plain number among the inputs differs in every step."""
         is_known = inputs.form in self._forms
         self._new_forms = 0 if is_known else self._new_forms + 1
         if self._new_forms > MOST_NEW:
@@ -396,7 +393,7 @@ class _Recent:
 
 
 def _check_capturable(engine: Engine) -> None:
-    """Refuse a run whose steps no graph can hold."""
+    """Raise if no graph can hold the steps of this run."""
     why = unsupported_reason(engine)
     wrapped = isinstance(engine.model, nn.parallel.DistributedDataParallel)
     if wrapped or any(as_sharded(weight) is not None for weight in engine.weights.all):

@@ -290,7 +290,7 @@ def explain_dtypes(model: nn.Module, error: BaseException) -> None:
 
 
 def _is_of_formats(said: str) -> bool:
-    """Say whether a product was given fp32 and 16 bits, and nothing else."""
+    """Return whether a product was given fp32 and 16 bits, and nothing else."""
     narrow = "BFloat16" in said or "Half" in said
     wide = re.search(r"\b[Ff]loat|FloatT", said) is not None
     whole = re.search(r"Long|Int|Byte|Bool|Char|Short", said) is not None

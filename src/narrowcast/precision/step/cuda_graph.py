@@ -34,7 +34,7 @@ MOST_FORMS = 4
 
 
 def unsupported_reason(engine: Engine) -> str:
-    """Say why no CUDA graph can hold this model's update; nothing where one can."""
+    """Return why no CUDA graph can hold this model's update; nothing where one can."""
     if engine.weights.device.type != "cuda":
         return f"CUDA graphs do not run on {engine.weights.device.type}"
     if engine.weights.fused is None:
@@ -76,10 +76,7 @@ class GraphedStep:
         passes: Passes,
         launch: Launch,
     ) -> tuple[Outcome, Tensor]:
-        """Take a step; return its outcome and the mean loss, on the device.
-
-        `passes` is what is captured; until then, `launch` takes the step.
-        """
+        """Take a step with `launch`, or replay `passes`; return its outcome and mean loss."""
         self._taken += 1
         if not self._is_warm():
             with on_capture_stream(_current_device()):
@@ -176,11 +173,11 @@ class StepGraphs:
         return fused is not None and fused.binding is self._binding
 
     def fit(self, batches: Sequence[Any]) -> bool:
-        """Say whether batches are built, and have the shapes, as those that were captured."""
+        """Return whether batches are built, and have the shapes, as those that were captured."""
         return bool(outline(list(batches)) == outline(self._inputs))
 
     def matches_form(self, batches: Sequence[Any]) -> bool:
-        """Say whether batches hold the same beside their tensors as those that were captured."""
+        """Return whether batches hold the same beside their tensors as those that were captured."""
         return bool(constants_in(list(batches)) == constants_in(self._inputs))
 
     def replay(self, batches: Sequence[Any], between: Between | None) -> tuple[Outcome, Tensor]:

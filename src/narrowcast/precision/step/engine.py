@@ -278,7 +278,7 @@ class Engine:
             unscale_gradients(self.scales, self.weights)
 
     def begin_step(self) -> None:
-        """Refuse to go on where every step would be skipped; else let the host catch up."""
+        """Raise if every step would be skipped; otherwise let the host catch up."""
         try:
             self.log.check_not_diverged()
         except DivergedError:
@@ -406,18 +406,14 @@ class Engine:
 
     @property
     def _decides_on_device(self) -> bool:
-        """Whether the update skips by itself.
-
-        Any other must be told by the host, which costs nothing on a CPU and one wait per step on a
-        GPU.
-        """
+        """Whether the update skips by itself; otherwise the host decides, one wait on a GPU."""
         torch_fused = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
         on_gpu = self.weights.device.type == "cuda"
         return self.weights.fused is not None or (torch_fused and on_gpu)
 
 
 def _lose(policy: Policy) -> Losing:
-    """Say how a weight of this policy may lose an update, all of it."""
+    """Return how a weight of this policy may lose an update, all of it."""
     if policy.params == "fp32":
         return "never"
     match policy.master:

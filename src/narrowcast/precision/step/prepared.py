@@ -45,7 +45,7 @@ from narrowcast.runs import FindingRecord
 
 
 def described(engine: Engine) -> str:
-    """Say what is trained, in which formats, how it is updated, and how far it has come."""
+    """Return what is trained, in which formats, how it is updated, and how far it has come."""
     policy, plan = engine.plan.policy, engine.plan
     lines = {
         "policy": f"{short_text(policy)}, {_how(plan)} on {plan.hardware.name}",

@@ -31,7 +31,7 @@ def state_outline(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_state(state: Mapping[str, Any], *, mine: Mapping[str, Any]) -> None:
-    """Refuse a saved state that is not whole, or not of a run prepared as this one is."""
+    """Raise if a saved state is incomplete or of a run that was prepared differently."""
     if not isinstance(state, Mapping) or not mine.keys() <= state.keys():
         missing = mine.keys() - (state.keys() if isinstance(state, Mapping) else set())
         raise CheckpointError(
@@ -104,7 +104,7 @@ def _outline(value: Any) -> Any:
 
 
 def _first_difference(one: Any, other: Any, where: str, whose: tuple[str, str]) -> str:
-    """Say where two outlines first differ, and how; nothing where they do not."""
+    """Return where two outlines first differ, and how; nothing where they do not."""
     match one, other:
         case Mapping(), Mapping():
             for key in [*other, *one]:
@@ -188,10 +188,7 @@ def collect_state(engine: Engine) -> dict[str, Any]:
 
 
 def load_state(engine: Engine, state: dict[str, Any]) -> None:
-    """Take up where a saved run stood; what cannot be is refused and changes nothing.
-
-    For a moment there is a second copy of the weights that it has others of.
-    """
+    """Restore a saved state, or raise and change nothing; holds the weights twice meanwhile."""
     if engine.scales.value is not None and engine.weights.with_gradients():
         raise ConfigError(
             "load_state_dict() was called between backward() and step(), while gradients still "
@@ -234,10 +231,7 @@ def collect_weights(engine: Engine) -> dict[str, Any]:
 
 @torch.no_grad()
 def put_weights(engine: Engine, state: dict[str, Any]) -> None:
-    """Let the model have other weights, in the formats it has now; what is not there stays.
-
-    Moments, scales and counts stay too: no step is to follow.
-    """
+    """Load other weights in the current formats; moments, scales and counts stay."""
     engine.log.sync()
     engine.model.load_state_dict({**engine.model.state_dict(), **state["weights"]})
     copy_tensors(_extra_parameters(engine), state["beside_model"])
@@ -256,7 +250,7 @@ def _extra_parameters(engine: Engine) -> list[Tensor]:
 
 
 def _is_same(own: Any, saved: Any) -> bool:
-    """Say whether a weight is given itself: whoever saves no frozen weights does so."""
+    """Return whether a weight is given itself: whoever saves no frozen weights does so."""
     return (
         isinstance(own, Tensor)
         and isinstance(saved, Tensor)

@@ -152,7 +152,7 @@ def _make(kind: Any) -> Any:
 
 
 def _check_optimizer(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse a schedule of an optimizer that nobody steps."""
+    """Raise if a schedule belongs to another optimizer."""
     theirs = getattr(scheduler, "optimizer", None)
     if isinstance(theirs, torch.optim.Optimizer) and not any(theirs is o for o in optimizers):
         raise ConfigError(
@@ -162,7 +162,7 @@ def _check_optimizer(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]
 
 
 def _check_arguments(scheduler: Any) -> None:
-    """Refuse a schedule that moves by something a step does not know."""
+    """Raise if a schedule needs an argument that a step does not know."""
     if isinstance(scheduler, ReduceLROnPlateau):
         return
     step = getattr(scheduler, "step", None)

@@ -131,7 +131,7 @@ def _is_skipped(name: str, skip: Sequence[str]) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Say whether a module does nothing but multiply by its weight; `Conv1D` is what GPT-2 has."""
+    """Return whether a module only multiplies by its weight; `Conv1D` is what GPT-2 has."""
     kind = type(module)
     gpt2 = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
     return kind is nn.Linear or gpt2

@@ -64,10 +64,7 @@ def convert(state: dict[str, Any], name: str, weight: Tensor, dtype: torch.dtype
 
 
 def undo_cast(state: dict[str, Any], name: str, dtype: torch.dtype) -> None:
-    """Make codes bytes again: torch's `load_state_dict` gives all of a state the weight's dtype.
-
-    Where moments are kept in another format than codes, they become fp32, without scales.
-    """
+    """Restore 8-bit codes that torch's `load_state_dict` has cast to the weight's dtype."""
     if state[name + SCALE].dtype != torch.float32:
         raise CheckpointError(
             "optimizer.load_state_dict() rounded the scales of 8-bit moments. Load the state with "

@@ -112,10 +112,7 @@ class LookaheadPoint:
         ]
 
     def before_step(self, steps: int, optimizer: torch.optim.Optimizer) -> None:
-        """Begin when it is time to, given how many steps there were.
-
-        The optimizer's momentum is looked at in each: a schedule may set it anew.
-        """
+        """Begin when it is time to; read the momentum, which a schedule may have changed."""
         self.has_begun = steps >= self.settings.begins_after
         if self.has_begun and self.settings.momentum is not None:
             for group in optimizer.param_groups:
@@ -195,7 +192,7 @@ def set_momentum(group: dict[str, Any], momentum: float) -> float:
 
 
 def check_lookahead(optimizer: torch.optim.Optimizer, plan: Plan, settings: Lookahead) -> None:
-    """Refuse a lookahead point where it would not be the one that was asked for."""
+    """Raise if the lookahead point would not be the requested one."""
     narrow = next((m for m in plan.modules if m.policy.params != "fp32"), None)
     master = plan.policy.master or "none"
     if narrow is not None and master not in ("fp32", "split"):

@@ -171,7 +171,7 @@ class MasterWeights:
                 stored.copy_(fitting_compensation(weight, stored))
 
     def widens(self, parameter: nn.Parameter) -> bool:
-        """Say whether the optimizer sees an fp32 weight and gradient in place of this one's."""
+        """Return whether the optimizer sees an fp32 weight and gradient in place of this one's."""
         return self.kind != "none" and parameter in self._index
 
     def step(
@@ -309,7 +309,7 @@ class MasterWeights:
             self._store(i, full)
 
     def _is_stored(self, i: int, full: Tensor) -> bool:
-        """Say whether weight `i` is what it would be if this were stored. Waits for the device."""
+        """Return whether weight `i` would be the same if this were stored. Synchronises."""
         if self.kind == "fp32":
             weight = local_part(self.parameters[i])
             return _same_bits(nearest(local_part(full), weight.dtype), weight)
@@ -341,10 +341,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def recast(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Give the moments of weights the dtype of these; torch exempts its step counts too.
-
-    Moments of 8 bits stay what they are, and so do their scales.
-    """
+    """Cast the moments of these weights to their dtype; 8-bit ones stay, with their scales."""
     for parameter in parameters:
         for key, value in optimizer.state.get(parameter, {}).items():
             exempt = key == "step" or key.endswith(SCALE)
@@ -357,10 +354,7 @@ Full = Callable[[nn.Parameter], Tensor]
 
 
 class WeightAverage:
-    """The averages, beside the model, in the order of its parameters.
-
-    They are the same tensors for as long as the run lasts: captured steps know their addresses.
-    """
+    """The averages in the order of the parameters; captured steps know their addresses."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], full: Full, *, decay: float) -> None:
         self._parameters = list(parameters)

@@ -81,7 +81,7 @@ class SideBySide(Optimizer):
                     delattr(each, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: which of them is to update it?"""
+        """Raise, because it is unclear which optimizer would update it."""
         raise ConfigError(
             "Parameter groups belong to a single optimizer here. Call add_param_group() on that "
             "optimizer before prepare()."

@@ -46,7 +46,7 @@ class GradientWatch:
         """What was found when the scale was divided out of them before the step."""
 
     def before_backward(self, *, scaled: bool) -> None:
-        """Refuse to add to gradients that this run did not make, unless they are wanted there."""
+        """Raise if there are gradients that this run did not make, unless they are wanted."""
         if self._are_ours and not scaled:
             return
         gradients = list(map(_GRAD, self._weights))
@@ -80,7 +80,7 @@ class GradientWatch:
         self._marks = self._now() if scaled else self._none
 
     def before_step(self, *, scaled: bool, doing: str = "step()") -> None:
-        """Refuse to divide a loss scale out of gradients that it is not in, or no longer."""
+        """Raise if the gradients do not have the loss scale, or no longer."""
         if scaled and self.unscaled is None:
             if not self._are_ours:
                 raise ConfigError(_unscaled(""))
@@ -90,10 +90,7 @@ class GradientWatch:
 
     @property
     def are_scaled(self) -> bool:
-        """Whether gradients have the loss scale of the run, all of them. Asked where there is one.
-
-        May wait for the device.
-        """
+        """Whether all gradients have the loss scale of the run. May synchronise."""
         return self._are_ours and self.unscaled is None and not self._first_foreign()
 
     def clear(self, weights: Sequence[nn.Parameter], *, set_to_none: bool) -> None:
@@ -211,7 +208,7 @@ class OwnStepOnly:
             self._ours = False
 
     def __call__(self, *_: Any) -> None:
-        """Refuse, unless it is our own step."""
+        """Raise unless it is our own step."""
         if not self._ours:
             raise ConfigError(
                 "optimizer.step() was called after prepare(), when gradients may be scaled and "
@@ -242,7 +239,7 @@ class Ownership:
         own, groups = set(self._weights), optimizer.param_groups
         self._masters = [p for group in groups for p in group["params"] if p not in own]
         self.gradients = GradientWatch(self._weights, names)
-        """Tells gradients that were made by the run from those that were not."""
+        """Distinguishes gradients of the run from others."""
         self._zero_grads = {
             each: _ZeroGrad(self.gradients, own, each) for each, own in held.items()
         }
@@ -260,7 +257,7 @@ class Ownership:
             zero_grad(set_to_none)
 
     def check_unchanged(self) -> None:
-        """Refuse to go on with other weights, other groups or other dtypes than were taken."""
+        """Raise if weights, groups or dtypes are not those of `prepare`."""
         groups = [group["params"] for group in self._optimizer.param_groups]
         if len(groups) != len(self._groups) or not all(map(are_same, groups, self._groups)):
             raise ConfigError(
@@ -312,7 +309,7 @@ class Ownership:
         return None if self._stand_in is None else self._stand_in[1]
 
     def check_not_swapped(self, *, doing: str) -> None:
-        """Refuse what would take something else for the weights that are trained."""
+        """Raise if other values are swapped in for the trained weights."""
         if self._stand_in is not None:
             block, _ = self._stand_in
             raise ConfigError(
@@ -337,7 +334,7 @@ _TAKEN: "weakref.WeakSet[Ownership]" = weakref.WeakSet()
 
 
 def check_not_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a model, a part of one or an optimizer that a run has in its hands already."""
+    """Raise if a run already has this model, a part of it, or this optimizer."""
     if any(isinstance(hook, OwnStepOnly) for hook in optimizer._optimizer_step_pre_hooks.values()):
         raise ConfigError(
             "This optimizer is already prepared. Use that run, or call release() on it first. If "
@@ -379,10 +376,7 @@ def _hooked(
 
 
 def _drop_empty_states(optimizer: torch.optim.Optimizer) -> None:
-    """Drop the empty states that a look at `optimizer.state[weight]` leaves of a model's weights.
-
-    What the optimizer holds in their place has the states, and a state without one is not saved.
-    """
+    """Drop the empty states that reading `optimizer.state[weight]` leaves, unsaved."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     for weight in [w for w, state in optimizer.state.items() if w not in held and not state]:
         del optimizer.state[weight]
@@ -417,7 +411,7 @@ class _ZeroGrad:
 
 
 def check_not_resized(weight: Tensor, saved: Tensor | None) -> None:
-    """Refuse to join a weight to what is kept beside it, where that is of another shape."""
+    """Raise if a weight and its residual differ in shape."""
     if saved is not None and saved.shape != weight.shape:
         raise ConfigError(
             f"A weight changed shape after prepare() from {tuple(saved.shape)} to "

@@ -160,10 +160,7 @@ class TorchUpdate:
     def step(
         self, factors: Mapping[nn.Parameter, Tensor], *, finite: Tensor | None, metered: bool
     ) -> Tensor | None:
-        """Multiply gradients by `factors` and step; the optimizer skips where `finite` is false.
-
-        Returns the share of lost updates of a sample if it is to be measured.
-        """
+        """Multiply gradients by `factors` and step; return the share of lost updates if metered."""
         meter = leading = None
         if self.lookahead is not None:
             places = {self._held(p): i for i, p in enumerate(self.weights)}
@@ -211,7 +208,7 @@ def gradient_factors(
 
 @contextlib.contextmanager
 def _skip_if_not_finite(optimizer: torch.optim.Optimizer, finite: Tensor | None) -> Iterator[None]:
-    """Tell a fused optimizer to skip by the attributes by which torch's GradScaler does."""
+    """Set the attributes by which torch's GradScaler makes a fused optimizer skip."""
     if finite is None:
         yield
         return

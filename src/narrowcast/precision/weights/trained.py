@@ -162,10 +162,7 @@ class TrainedWeights:
         self._own_writes: OwnWrites | None = None
 
     def apply(self, plan: Plan, *, fused: bool, seed: int = 0) -> None:
-        """Carry out a plan on the model, and let the optimizer hold the master weights.
-
-        `seed` is that of rounding by chance, where the master weights are `stochastic`.
-        """
+        """Carry out a plan; `seed` is that of `stochastic` rounding."""
         self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
         trained = self._trained()
         lowered = rewrite(self._model, plan, trained)
@@ -193,7 +190,7 @@ class TrainedWeights:
         self._own_writes = OwnWrites(self.optimizer, self.masters, self._ownership)
 
     def check_plan(self, plan: Plan, *, fused: bool, path: str) -> None:
-        """Refuse a plan that these weights cannot be kept by; change nothing."""
+        """Raise if these weights cannot be stored as planned; change nothing."""
         check_hidden_weights(self.optimizer, set(self.all), plan)
         formats = weight_formats(self._model, plan, self._trained())
         check_sharded(self._model, formats, fused=fused, path=path)
@@ -232,10 +229,7 @@ class TrainedWeights:
         self.apply(plan, fused=fused, seed=seed)
 
     def restore(self, *, keep_codes: bool = False, stay_on_host: bool = False) -> None:
-        """Undo `apply`: plain modules, fp32 weights with all digits, the optimizer on them.
-
-        With `keep_codes` or `stay_on_host` moments are left as no optimizer of torch's takes them.
-        """
+        """Undo `apply`; `keep_codes` and `stay_on_host` leave moments as they are stored."""
         self.let_go()
         if self.fused is not None and not keep_codes:
             self.fused.release(stay_on_host=stay_on_host)
@@ -303,10 +297,7 @@ class TrainedWeights:
         return full if self.lookahead is None else self.lookahead.answer(weight, full)
 
     def full_by_name(self) -> dict[str, Tensor]:
-        """Return the model's state, its weights with every digit that is kept of them.
-
-        Tensors of the run itself, where they have all digits; `copied_by_name` has copies.
-        """
+        """Return the model's state with full weights: its own tensors where they are full."""
         # Found by themselves: a wrapper may save weights under other names than it has for them.
         stored = self._model.state_dict(keep_vars=True)
         return {
@@ -323,10 +314,7 @@ class TrainedWeights:
         return self.copied_by_name(self.averaged)
 
     def copied_by_name(self, get_value: ValueOf) -> dict[str, Tensor]:
-        """Return a copy of the model's state, with these values for its weights.
-
-        Tied weights are one tensor. One value at a time is there twice.
-        """
+        """Return a copy of the model's state with these weights; tied ones are one tensor."""
         copies: dict[nn.Parameter, Tensor] = {}
         state = {}
         for name, value in self._model.state_dict(keep_vars=True).items():
@@ -445,7 +433,7 @@ def _detached(value: Any) -> Any:
 
 
 def _check_not_thawed(narrow: Mapping[str, nn.Parameter]) -> None:
-    """Refuse to train a weight that came frozen, in 16 bits, and was thawed since."""
+    """Raise if a weight that was frozen in 16 bits is trained since."""
     for name, p in narrow.items():
         if p.grad is not None:
             raise ConfigError(
@@ -456,10 +444,7 @@ def _check_not_thawed(narrow: Mapping[str, nn.Parameter]) -> None:
 
 
 def bytes_by_role(weights: TrainedWeights) -> dict[str, int]:
-    """Return what is held on the device now, by role; gradients as if they were there.
-
-    Leads are in it where there is a lookahead point.
-    """
+    """Return the bytes on the device by role, with gradients as if they were there."""
     states = weights.optimizer.state.values()
     moments = [t for state in states for t in state.values() if isinstance(t, Tensor)]
     graded = [p for p in weights.all if p.requires_grad]

@@ -32,10 +32,7 @@ from narrowcast.precision.weights.ownership import Ownership, OwnStepOnly
 def update_path(
     optimizer: torch.optim.Optimizer, policy: Policy, *, requested: bool | None
 ) -> tuple[bool, str]:
-    """Say whether the fused optimizer stands in, and in words what updates the weights and why.
-
-    Refuses what was asked for and cannot be: `asked`, or moments that only it can keep.
-    """
+    """Return whether the fused optimizer is used, and why; raise if it is requested in vain."""
     theirs = " beside ".join(map(_optimizer_name, member_optimizers(optimizer)))
     needed = f"moments={policy.moments}" if policy.needs_fused_optimizer else ""
     if requested is False:
@@ -73,7 +70,7 @@ def _optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether something is to happen around each of the optimizer's steps."""
+    """Return whether something is to happen around each of the optimizer's steps."""
     replaced = vars(optimizer).get("step")
     before = optimizer._optimizer_step_pre_hooks.values()
     return bool(
@@ -87,7 +84,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def unsupported_settings(optimizer: torch.optim.Optimizer) -> str:
-    """Say which of its groups' settings the fused step cannot obey; nothing where it can."""
+    """Return which of its groups' settings the fused step cannot obey; nothing where it can."""
     for group in optimizer.param_groups:
         for name in ("amsgrad", "maximize", "differentiable"):
             if group.get(name):
@@ -98,7 +95,7 @@ def unsupported_settings(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _unsupported_reason(optimizer: torch.optim.Optimizer) -> str:
-    """Say what about an optimizer the fused step cannot do; nothing where it can stand in."""
+    """Return what about an optimizer the fused step cannot do; nothing where it can stand in."""
     if len(member_optimizers(optimizer)) > 1:
         return "the fused kernel supports one optimizer, not several"
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
@@ -127,7 +124,7 @@ _KNOWN = frozenset({"param_groups", "state", "defaults"})
 def check_hidden_weights(
     optimizer: Optimizer, weights: AbstractSet[nn.Parameter], plan: Plan
 ) -> None:
-    """Refuse an optimizer with weights outside its groups, where master weights replace those."""
+    """Raise if master weights replace weights that an optimizer holds outside its groups."""
     narrow = any(module.policy.params != "fp32" for module in plan.modules)
     if not narrow or plan.policy.master in ("", "none"):
         return
@@ -255,7 +252,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def check_host_moments(weights: Sequence[Tensor], plan: Plan, *, fused: bool, path: str) -> None:
-    """Refuse a plan to keep moments on the host that the fused optimizer does not keep."""
+    """Raise if moments are to be on the host without the fused optimizer."""
     if not plan.memory.offloads_optimizer:
         return
     if not fused:
