@@ -232,12 +232,12 @@ def test_a_resumed_run_decides_as_one_that_was_not(run, tmp_path):
 @pytest.mark.parametrize("end", [17, 18, 19])
 def test_what_overflowed_in_one_phase_widens_nothing_in_the_next(run, end):
     # fp16 ends between 16 and 18 passes; in bf16 the same values are fine.
-    phases = [{"policy": "fp16", "until": end}, {"policy": "bf16"}]
+    phases = ({"policy": "fp16", "until": end}, {"policy": "bf16"})
     records, _ = run("fp16", precision={**ADAPT, "schedule": phases})
     changes = [(r.step, r.module) for r in of(PrecisionRecord, records) if r.step > end]
     assert changes == [(end + 1, "*")]
 
 
 def test_adaptive_precision_needs_readings(ready):
-    with pytest.raises(ValueError, match=r"write health\.every=50"):
+    with pytest.raises(ValueError, match=r"Write health\.every=50"):
         ready("fp16", precision={"policy": "fp16", **ADAPT}, health={"every": 0})

@@ -177,7 +177,7 @@ def test_a_run_resumed_anywhere_is_the_run_bit_for_bit(run, tmp_path):
 
 
 def test_a_phase_begins_with_its_own_policy_and_without_a_scale_that_was_kept(run, tmp_path):
-    schedule = [{"policy": "fp16", "until": 14}, {"policy": "bf16"}]
+    schedule = ({"policy": "fp16", "until": 14}, {"policy": "bf16"})
     precision = {**ADAPT, "schedule": schedule}
     records, prepared = run(precision=precision, folder=tmp_path, checkpoint={"every": 20})
     assert [(step, after) for step, _, _, after, _ in changes(records)] == [
