@@ -71,8 +71,8 @@ def continued(
     after = from_resolved(resolved, overrides, sections=workload_sections, text=_text(run))
     was, is_now = flat_settings(before.recipe), flat_settings(after.recipe)
     places = places_in(type(after.recipe.data))
-    if refused := decisive_differences(was, is_now, places=places):
-        listed = ", ".join(f"{key} (was {was.get(key)})" for key in refused)
+    if changed := decisive_differences(was, is_now, places=places):
+        listed = ", ".join(f"{key} (was {was.get(key)})" for key in changed)
         raise ConfigError(
             f"A resumed run must keep the settings it started with, got other values for {listed}. "
             "Leave them out, or start a new run with `narrowcast train`. Only these may change: "
@@ -119,7 +119,7 @@ def recorded_task_row(run: RunFolder) -> Mapping[str, Any] | None:
     """Return the `precision.task` row that a run started with, from its plan.json."""
     try:
         stored = run.read_json(PLAN) if (run.path / PLAN).exists() else {}
-    except CheckpointError:  # told among the notices
+    except CheckpointError:  # `notices` reports it
         return None
     row = stored.get(TASK_ROW)
     return row if isinstance(row, Mapping) else None
@@ -172,7 +172,7 @@ def _resolved(
         damaged = "it was damaged or missing"
     here = {key: entry["value"] for key, entry in there.items()}
     if "settings" in accept and saved:
-        # Where the data lies, too: a word can say that it is elsewhere now.
+        # Also where the data is: an override can say that it is elsewhere now.
         other = decisive_differences(saved, here)
         resolved = {
             key: {"value": saved[key], "origin": FROM_CHECKPOINT}

@@ -40,7 +40,7 @@ def finished(folder: str | Path, overrides: Sequence[str] = ()) -> RunEnd | None
 
 def _run_end(state: Mapping[str, Any], recipe: Recipe, info: TaskInfo, *, step: int) -> RunEnd:
     stopping = EarlyStopping(recipe.eval, info)
-    if "improvement" in state:  # older checkpoints are refused by whoever takes them up
+    if "improvement" in state:  # restoring an older checkpoint raises
         with blamed_on_part(step, "evaluation history"):
             stopping.load_state_dict(state["improvement"])
     return run_end(stopping, recipe, step=step)

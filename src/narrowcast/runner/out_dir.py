@@ -56,7 +56,7 @@ def check_one_process() -> None:
     """Raise in every process of a run that was started as several, by torchrun for example."""
     size = os.environ.get("WORLD_SIZE", "1")
     got = f"WORLD_SIZE={size}" if size.isdecimal() and int(size) > 1 else ""
-    torch = sys.modules.get("torch")  # whoever has a process group has imported it
+    torch = sys.modules.get("torch")  # imported if there is a process group
     if (
         torch is not None
         and torch.distributed.is_available()
@@ -104,6 +104,6 @@ def _is_made(path: Path) -> bool:
     try:
         path.mkdir(parents=True)
     except OSError:
-        # Taken; or something is in the way of all of them, which whoever makes the run says.
+        # Taken, or no folder can be created at all; creating the run reports that.
         return not os.path.lexists(path)
     return True

@@ -129,7 +129,7 @@ def _write_line(tally: Tally, text: str) -> None:
 
 def _in_notebook() -> bool:
     """Return whether this is IPython with a kernel, as in a notebook."""
-    ipython = sys.modules.get("IPython")  # whoever runs in one has imported it
+    ipython = sys.modules.get("IPython")  # a notebook has imported it
     return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
 
 

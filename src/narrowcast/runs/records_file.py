@@ -42,7 +42,7 @@ class RecordsFile:
         try:
             _write_all(file, line)
         except OSError as error:
-            with contextlib.suppress(OSError):  # a torn last line is left out by whoever reads
+            with contextlib.suppress(OSError):  # readers leave out a torn last line
                 os.ftruncate(file, before)
             raise self._cannot_write(error) from error
 

@@ -43,7 +43,7 @@ class Adapter:
         if self._recipe.precision.adapt.overflows:
             self._rungs = rungs(own.policy, own.hardware)
         self._stand_on(own)
-        for wider in self._rungs[1:]:  # refused before the run, not in it
+        for wider in self._rungs[1:]:  # raises before the run, not during it
             self._prepared.engine.check_plan_change(self._planned(wider), keep_scale=True)
 
     def _stand_on(self, plan: Plan) -> None:
@@ -130,7 +130,7 @@ class Adapter:
 
     def apply(self) -> None:
         """Change the model to the formats that were decided."""
-        # A scale that fp16 needs goes on in wider formats, and is there when it returns.
+        # A loss scale that fp16 needs is kept in wider formats until fp16 returns.
         self._prepared.set_policy(self._planned(), keep_scale=self._ladder.rung > 0)
 
     def state_dict(self) -> dict[str, Any]:

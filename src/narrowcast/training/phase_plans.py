@@ -41,12 +41,19 @@ def plan_phases(
     recipe: Recipe, model: nn.Module, *, hardware: Hardware, gemm_rows: int
 ) -> tuple[Plan, ...]:
     """Plan every phase of a run; an error lists the problems of all phases."""
+
+    def plan(phase: PhaseSection) -> Plan:
+        return plan_recipe_model(
+            recipe,
+            model,
+            policy=phase.policy,
+            overrides=phase.overrides,
+            hardware=hardware,
+            gemm_rows=gemm_rows,
+        )
+
     phases = get_phases(recipe.precision)
-    if len(phases) == 1:
-        return (_planned(recipe, phases[0], model, hardware=hardware, gemm_rows=gemm_rows),)
-    return each_phase(
-        phases, lambda phase: _planned(recipe, phase, model, hardware=hardware, gemm_rows=gemm_rows)
-    )
+    return (plan(phases[0]),) if len(phases) == 1 else each_phase(phases, plan)
 
 
 def plan_recipe_model(
@@ -147,16 +154,3 @@ def end_text(until: Until | None, *, steps: int) -> str:
             if steps == UNSETTLED:
                 return f"{share.removesuffix(' of the run')} of the run"
             return f"step {last_step(until, steps=steps)} ({share})"
-
-
-def _planned(
-    recipe: Recipe, phase: PhaseSection, model: nn.Module, *, hardware: Hardware, gemm_rows: int
-) -> Plan:
-    return plan_recipe_model(
-        recipe,
-        model,
-        policy=phase.policy,
-        overrides=phase.overrides,
-        hardware=hardware,
-        gemm_rows=gemm_rows,
-    )

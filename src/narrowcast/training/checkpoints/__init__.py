@@ -1,1 +1,1 @@
-"""Checkpoints: the whole state of a run, written, read, compared and taken up again."""
+"""Checkpoints: the whole state of a run, saved, loaded, compared and resumed."""

@@ -161,7 +161,7 @@ def require_records(
     records = run.records()  # what is damaged is said here
     if state is None or "records" in accept:
         return
-    saved = state.get("records", {})  # older checkpoints are refused by whoever takes them up
+    saved = state.get("records", {})  # restoring an older checkpoint raises
     if not saved or is_as_written(run.path / RECORDS, saved):
         return
     steps = [r.step for r in records if isinstance(r, StepRecord) and r.step <= done]

@@ -46,7 +46,7 @@ def places_in(data: type[DataSection]) -> tuple[str, ...]:
 
 def may_change(key: str, before: Mapping[str, Any], *, places: Collection[str] = ()) -> bool:
     """Return whether a setting may change after a checkpoint with the settings `before`."""
-    # What auto stood for depends on the machine; the checkpoint refuses any other policy anyway.
+    # What auto stood for depends on the machine; another policy raises when it is restored.
     named_auto = key == POLICY and before.get(POLICY) == "auto"
     return key in MAY_CHANGE or key in NAMES or key in places or named_auto
 

@@ -43,7 +43,7 @@ class Stepper:
 
     @property
     def model(self) -> nn.Module:
-        """The model, compiled if the recipe asks for it."""
+        """The model, compiled if the recipe says so."""
         return self._model
 
     def compute_loss(self, batch: Batch) -> Tensor:

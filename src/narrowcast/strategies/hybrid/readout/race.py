@@ -72,7 +72,7 @@ def race(
     left, stream, spent, learned = list(names), iter(batches), 0, False
     while len(left) > 1 or not learned:
         affordable = int((passes - spent) / len(left))
-        # One more where none has told anything yet, but not for ever: a run may have diverged.
+        # One more batch if none had a finite metric yet, up to a limit: a run may have diverged.
         owed = not learned and len(nothing_learned[names[0]]) < FEWEST_PAIRS
         chunk = list(islice(stream, min(FEWEST_PAIRS, max(affordable, int(owed)))))
         if not chunk:
@@ -80,7 +80,7 @@ def race(
         looks = {name: look(name, chunk) for name in left}
         spent += len(chunk) * len(left)
         for values in zip(*looks.values(), strict=True):
-            # Of one that is no number with any of them, all that is told is of the batch.
+            # A batch whose metric is finite for no candidate says nothing about them.
             target = seen if any(map(math.isfinite, values)) else nothing_learned
             for name, value in zip(looks, values, strict=True):
                 target[name].append(value)
