@@ -34,8 +34,8 @@ def test_settings_reach_the_term():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["stochastics.coefficient=1"], "did you mean stochastic"),
-        (["pgd.coefficient=1", "pgd.step=4"], "did you mean steps"),
+        (["stochastics.coefficient=1"], "Did you mean stochastic"),
+        (["pgd.coefficient=1", "pgd.step=4"], "Did you mean steps"),
         (["pgd.coefficient=1", "pgd.steps=1.5"], "losses.pgd.steps"),
         (["pgd.coefficient=1", "pgd.steps=0"], "losses.pgd.steps"),
         (["pgd.coefficient=1", "pgd.every=0"], "losses.pgd.every"),
