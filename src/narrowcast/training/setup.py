@@ -65,13 +65,7 @@ def make_lookahead(strategy: StrategySection) -> Lookahead | None:
 
 def make_loss_scales(settings: LossScaleSection, task: Task) -> LossScale | dict[str, LossScale]:
     """Return the recipe's loss scale, or one per loss that has its own."""
-    scale = make_loss_scale(settings)
-    return dict.fromkeys(task.scaled_losses, scale) or scale
-
-
-def make_loss_scale(settings: LossScaleSection) -> LossScale:
-    """Return the recipe's loss scale."""
-    return LossScale(
+    scale = LossScale(
         init_scale=settings.init_scale,
         growth_factor=settings.growth_factor,
         backoff_factor=settings.backoff_factor,
@@ -81,6 +75,7 @@ def make_loss_scale(settings: LossScaleSection) -> LossScale:
         hysteresis=settings.hysteresis,
         dynamic=settings.dynamic,
     )
+    return dict.fromkeys(task.scaled_losses, scale) or scale
 
 
 def make_faults(prepared: Prepared, recipe: Recipe) -> Faults | None:

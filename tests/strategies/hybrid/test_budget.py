@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowcast.errors import ConfigError
-from narrowcast.strategies.hybrid.budget import ChoosingBudget, JumpAccount
+from narrowcast.strategies.hybrid.jumper import JumpAccount
+from narrowcast.strategies.hybrid.readout.choice import ChoosingBudget
 
 
 def test_a_hundredth_of_six_hundred_steps_is_eighteen_forward_passes():

@@ -8,7 +8,7 @@ so they may cost a hundredth of the run and end after five rejections.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import Any, final
 
@@ -19,9 +19,12 @@ from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.numerics.rounding import nearest
 from narrowcast.precision.dtensor import as_sharded
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.strategies.hybrid.budget import MAX_REJECTIONS, JumpAccount
 from narrowcast.strategies.hybrid.history import WeightHistory
 
+MAX_REJECTIONS = 5
+"""Rejected jumps in a row after which no further jump is tried."""
+FEWEST_JUMPS = 3
+"""Jumps that are tried before their acceptance rate decides."""
 FEWEST_PAIRS = 8
 """Differences below which their own spread is too uncertain to judge by."""
 WHOLE, HALF = 1.0, 0.5
@@ -31,6 +34,44 @@ RISK = 0.05
 
 Losses = Callable[[], Sequence[float]]
 """Evaluates the same micro-batches at every call, without dropout, and returns their losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JumpAccount:
+    """Jumps so far: what they cost, and how many were accepted."""
+
+    spent: float = 0.0
+    tried: int = 0
+    accepted: int = 0
+    rejections: int = 0
+    """Since the last one that was accepted."""
+
+    @property
+    def confidence(self) -> float:
+        """Probability that the next jump is accepted: a half before the first one."""
+        return (self.accepted + 1) / (self.tried + 2)
+
+    def after_jump(self, *, cost: float, accepted: bool) -> "JumpAccount":
+        """Return the account after a jump."""
+        return JumpAccount(
+            spent=self.spent + cost,
+            tried=self.tried + 1,
+            accepted=self.accepted + accepted,
+            rejections=0 if accepted else self.rejections + 1,
+        )
+
+    def is_confident(self, threshold: float) -> bool:
+        """Return whether the acceptance rate can still be as high as a threshold.
+
+        The first jumps are always tried, then those within one standard deviation of the rate.
+        """
+        mean = self.confidence
+        deviation = math.sqrt(mean * (1 - mean) / (self.tried + 3))
+        return self.tried < FEWEST_JUMPS or mean + deviation >= threshold
+
+    def to_json(self) -> dict[str, float]:
+        """Return the account as plain data."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)

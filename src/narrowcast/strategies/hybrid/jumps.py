@@ -13,11 +13,11 @@ from narrowcast.hardware.randomness import preserve_rng
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord, Record, StepRecord, StrategyRecord
-from narrowcast.strategies.hybrid.budget import STEP_COST
 from narrowcast.strategies.hybrid.divergence import DivergenceMonitor
 from narrowcast.strategies.hybrid.history import FEWEST_SNAPSHOTS, SNAPSHOTS
 from narrowcast.strategies.hybrid.jumper import Jumper, attempt_cost
 from narrowcast.strategies.hybrid.phase_formats import PhaseFormats
+from narrowcast.strategies.hybrid.readout.choice import STEP_COST
 from narrowcast.training.data import BatchStream
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.step.losses import Losses

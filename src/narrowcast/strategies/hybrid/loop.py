@@ -26,9 +26,14 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared, prepare
 from narrowcast.precision.step.step_log import AnyScheduler
 from narrowcast.precision.weights.lookahead import Lookahead
-from narrowcast.strategies.hybrid.budget import STEP_COST, ChoosingBudget
 from narrowcast.strategies.hybrid.jumper import Jumper, JumpResult, Losses
-from narrowcast.strategies.hybrid.readout.choice import Choice, Readouts, half_lives_in_steps
+from narrowcast.strategies.hybrid.readout.choice import (
+    STEP_COST,
+    Choice,
+    ChoosingBudget,
+    Readouts,
+    half_lives_in_steps,
+)
 from narrowcast.strategies.hybrid.readout.race import Better
 
 Preset = Literal["conservative", "balanced", "aggressive"]

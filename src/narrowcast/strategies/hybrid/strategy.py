@@ -21,11 +21,12 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.saved_state import collect_weights, put_weights
 from narrowcast.runs import EvalRecord, Record, StepRecord, StrategyRecord
-from narrowcast.strategies.hybrid.budget import STEP_COST, ChoosingBudget
 from narrowcast.strategies.hybrid.phases import PhaseCourse
 from narrowcast.strategies.hybrid.readout.choice import (
+    STEP_COST,
     TRAINED,
     Choice,
+    ChoosingBudget,
     Readouts,
     half_lives_in_steps,
 )

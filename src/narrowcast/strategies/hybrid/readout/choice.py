@@ -21,14 +21,41 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.weight_swap import swapped_in
 from narrowcast.precision.weights.master import in_buckets
-from narrowcast.strategies.hybrid.budget import ChoosingBudget
 from narrowcast.strategies.hybrid.readout.race import Better, Race, race
 from narrowcast.training.evaluation import in_eval_mode
 
+STEP_COST = 3.0
+"""Forward passes that a training step of one micro-batch costs (Kaplan et al. 2020)."""
 TRAINED = "trained"
 """Name of the trained weights, which are not an average."""
 
 B = TypeVar("B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoosingBudget:
+    """What was spent on choosing among averages, and what is left."""
+
+    share: float = 0.01
+    """The largest cost of choosing, as a share of the training done so far."""
+    step_cost: float = STEP_COST
+    """Cost of a training step."""
+    spent: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ConfigError(
+                "readout_budget must be a share of the run's work above 0 and up to 1, got "
+                f"{self.share}. Write a number such as 0.01."
+            )
+
+    def left(self, steps: int, *, part: float = 1.0) -> float:
+        """Return what can be spent after so many steps, if only this part of it may be."""
+        return max(0.0, part * self.share * steps * self.step_cost - self.spent)
+
+    def after_spending(self, passes: float) -> "ChoosingBudget":
+        """Return the budget after forward passes."""
+        return replace(self, spent=self.spent + passes)
 
 
 @dataclass(frozen=True, kw_only=True)
