@@ -142,6 +142,6 @@ def test_the_state_of_another_run_is_refused_and_nothing_is_loaded(other, same_s
     run = fresh("bf16")
     train(run, 0, 2)
     before = copy.deepcopy(run.state_dict())
-    with pytest.raises(CheckpointError, match="in the checkpoint do not match this run"):
+    with pytest.raises(CheckpointError, match="The checkpoint does not match this run"):
         run.load_state_dict(other().state_dict())
     assert same_state(run.state_dict(), before)

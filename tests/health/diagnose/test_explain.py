@@ -289,3 +289,11 @@ def test_a_compiled_model_is_replayed_in_eager_mode_and_not_compiled_again(net, 
     assert (verdict.module, verdict.role) == ("blocks.1.down", "weight")
     assert step(run, loss_of, [batch()]).applied
     assert counters["stats"]["unique_graphs"] == compiled > 0
+
+
+@pytest.mark.parametrize("batch", [torch.ones(2, 4), {"x": torch.ones(2, 4)}])
+def test_a_batch_that_is_not_in_a_list_raises(batch):
+    model = nn.Linear(4, 2)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16")
+    with pytest.raises(nc.errors.ConfigError, match=r"as a list, got .*\[batch\]"):
+        nc.explain(run, batch, lambda one: model(one).sum())

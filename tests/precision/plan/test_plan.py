@@ -272,3 +272,32 @@ def test_a_plan_is_for_the_device_that_the_model_is_on():
     with torch.device("meta"):
         nowhere = nn.Linear(4, 4)
     assert make_plan(nowhere, "bf16").hardware == detect_hardware("auto")
+
+
+class Positions(nn.Module):
+    """Computes in fp32 under every policy, and says so."""
+
+    runs_in_fp32 = True
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(4, 4)])
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return x.float() @ self.weights[0]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8-delayed"])
+def test_a_module_that_turns_autocast_off_is_planned_in_fp32(policy):
+    model = nn.Sequential(nn.Linear(4, 4), Positions())
+    plan = make_plan(model, policy)
+    formats = {each.name: each.policy.forward for each in plan.modules}
+    assert formats["1.weights"] == "fp32"
+    assert formats["0"] != "fp32"
+
+
+def test_an_exception_without_the_prefix_of_a_wrapper_suggests_the_full_path():
+    model = nn.Sequential(nn.ModuleDict({"lm_head": nn.Linear(4, 4)}))
+    with pytest.raises(ConfigError, match=r"\(did you mean 0\.lm_head\?\)"):
+        make_plan(model, "bf16; lm_head: fp32")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from narrowcast.errors import UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.health.diagnose.diagnosis import Diagnosis, Remedy
 from narrowcast.health.diagnose.inputs import Extreme, Location
 from narrowcast.health.diagnose.passes import Around, Passes, ReplayInputs
@@ -216,10 +216,18 @@ def explain(
     Returns:
         The diagnosis, or None if everything is finite.
 
+    Raises:
+        ConfigError: `batches` is not a list.
+
     Example:
         >>> if not outcome.applied:
         ...     print(nc.explain(run, [batch], loss_fn, loss_scale=outcome.loss_scale))
     """
+    if not isinstance(batches, list | tuple):
+        raise ConfigError(
+            "explain() needs the micro-batches of the step as a list, got "
+            f"{type(batches).__name__}. Write nc.explain(run, [batch], loss_fn)."
+        )
     replay_inputs = ReplayInputs.before(prepared, batches)
     if loss_scale is not None and replay_inputs.scales:
         first, *others = replay_inputs.scales

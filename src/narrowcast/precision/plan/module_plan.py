@@ -132,6 +132,8 @@ class ListedModule(NamedTuple):
     """Parameters that no earlier module holds."""
     tied: bool
     """Whether it shares a parameter with an earlier module."""
+    in_fp32: bool = False
+    """Whether its class declares `runs_in_fp32`: its forward pass turns autocast off."""
 
 
 class ModulePlanner:
@@ -151,7 +153,7 @@ class ModulePlanner:
 
     def plan_module(self, listed: ListedModule, *, moments: int) -> ModulePlan:
         """Return the plan of one module."""
-        name, module, kind, fresh, tied = listed
+        name, module, kind, fresh, tied, in_fp32 = listed
         policy = self._policy.for_module(name)
         excepted = policy != self._unexcepted
         reason, gain = "", Gain(policy=policy)
@@ -172,6 +174,9 @@ class ModulePlanner:
             how, reason = "unchanged", f"{saved}embedding lookup, no products"
         elif isinstance(module, QuantizedFrozenLayer):
             how, reason, policy = self._plan_quantized_frozen(policy, module)
+        elif in_fp32:
+            how, reason = "unchanged", "kept fp32: its forward pass turns autocast off"
+            policy = in_one_format(policy, "fp32")
         else:
             saved, policy = _within_shape(policy, module, kind)
             how, why = self._product_support(policy)

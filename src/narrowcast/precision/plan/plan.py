@@ -309,6 +309,7 @@ def _listed(model: nn.Module, policy: Policy) -> Iterator[ListedModule]:
     seen: set[int] = set()
     inside_attention: set[int] = set()
     uncalled: set[str] = set()
+    in_fp32: set[str] = set()
     globs = [glob for glob, _ in policy.exceptions]
     for name, module in model.named_modules():
         kind = module_kind(module)
@@ -321,13 +322,16 @@ def _listed(model: nn.Module, policy: Policy) -> Iterator[ListedModule]:
         if named and plain_class(module).forward is nn.Module.forward:
             uncalled.add(name)  # a list of modules: its exception applies to its members
             named = False
+        if getattr(module, "runs_in_fp32", False) or name.rpartition(".")[0] in in_fp32:
+            in_fp32.add(name)
         own = list(module.parameters(recurse=kind == "attention"))
         excepted = named if name else ITSELF in globs
         if kind == "other" and not own and not excepted:
             continue
         fresh = [p for p in own if id(p) not in seen]
         seen |= {id(p) for p in own}
-        yield ListedModule(name, module, kind, fresh, tied=len(own) > len(fresh))
+        tied = len(own) > len(fresh)
+        yield ListedModule(name, module, kind, fresh, tied, in_fp32=name in in_fp32)
 
 
 def _total_bytes(modules: Sequence[ModulePlan]) -> dict[str, int]:

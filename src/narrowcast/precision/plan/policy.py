@@ -338,7 +338,9 @@ def _split_terms(text: str) -> list[str]:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean …?)` if a known name is spelled similarly, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    names = list(known)
+    close = [name for name in names if name.endswith(f".{word}")][:1]  # a wrapper adds a prefix
+    close = close or difflib.get_close_matches(word, names, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

@@ -54,7 +54,7 @@ def check_state(state: Mapping[str, Any], *, mine: Mapping[str, Any]) -> None:
         terms = _terms(part, state[part]), _terms(part, mine[part])
         if differs := _first_difference(*terms, part, (" in the checkpoint", " here")):
             raise CheckpointError(
-                f"The {part} in the checkpoint do not match this run: {differs}. Prepare the same "
+                f"The checkpoint does not match this run ({part}): {differs}. Prepare the same "
                 "model, with the same frozen weights and the same prepare() settings."
             )
 

@@ -32,6 +32,8 @@ class ImplicitFilter(nn.Module):
     cannot separate neighbouring positions.
     """
 
+    runs_in_fp32 = True
+
     def __init__(
         self,
         width: int,
