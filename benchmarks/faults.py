@@ -35,8 +35,8 @@ from narrowcast.config.sections import DataSection, FaultSection, Recipe, Sectio
 from narrowcast.errors import DivergedError
 from narrowcast.hardware import detect_hardware
 from narrowcast.health.faults.faults import Fault, Faults
+from narrowcast.precision.plan.module_plan import ROLES
 from narrowcast.precision.plan.plan import make_plan
-from narrowcast.precision.plan.roles import ROLES
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord, Record, StepRecord, describe_machine
 from narrowcast.training.data import Order

@@ -13,10 +13,9 @@ from narrowcast.config.sections import Recipe
 from narrowcast.health.adapt import Adaptation, Ladder, Limits
 from narrowcast.health.diagnose.investigator import StepDiagnosis
 from narrowcast.precision.plan.gains import rungs
-from narrowcast.precision.plan.module_plan import multiplies
+from narrowcast.precision.plan.module_plan import GRADIENTS, multiplies
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy, short_text
-from narrowcast.precision.plan.roles import GRADIENTS
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord, Record, StepRecord
 from narrowcast.training.observing import Observer

@@ -8,8 +8,8 @@ import torch
 from narrowcast.kernels.fp8 import quantize
 from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fp8.delayed import LENGTH, AmaxHistories
+from narrowcast.precision.plan.module_plan import OPERANDS
 from narrowcast.precision.plan.policy import PRESETS
-from narrowcast.precision.plan.roles import OPERANDS
 from narrowcast.precision.products.operands import ProductFormats
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")

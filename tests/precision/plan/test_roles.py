@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import narrowcast as nc
 from narrowcast.numerics import format_named, plain_format, quantize, round_blocks, round_to
 from narrowcast.numerics.formats import BlockFormat
-from narrowcast.precision.plan.roles import roundings
+from narrowcast.precision.plan.module_plan import roundings
 from narrowcast.precision.products.operands import needs_scale
 
 ROWS, IN, OUT = 16, 32, 64

@@ -18,9 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.precision.plan.module_plan import ModulePlan, multiplies
+from narrowcast.precision.plan.module_plan import (
+    GRADIENTS,
+    OPERANDS,
+    ModulePlan,
+    Role,
+    multiplies,
+    roundings,
+)
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.plan.roles import GRADIENTS, OPERANDS, Role, roundings
 from narrowcast.precision.swap import plain_class
 
 SQUARE_ROOT = 2.0**64 * (1 - 2.0**-24)

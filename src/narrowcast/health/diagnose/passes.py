@@ -29,7 +29,7 @@ from narrowcast.health.diagnose.recording import Recorder, Seen, weights_of_seve
 from narrowcast.health.statistics.watched import probes_off
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.precision.step.trial import plan_tried
+from narrowcast.precision.step.weight_swap import plan_tried
 
 Around = Callable[[int], contextlib.AbstractContextManager[Any]]
 """What holds over the passes of a micro-batch, by its number: the faults of a rehearsal."""

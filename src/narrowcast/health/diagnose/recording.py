@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from narrowcast.health.diagnose.inputs import Call, Formats, Location
 from narrowcast.precision.nested import tensors_in
-from narrowcast.precision.plan.roles import Role
+from narrowcast.precision.plan.module_plan import Role
 
 CAST = "ToCopyBackward0"
 """What stands between a weight and its uses where they share one cast of it."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError
 from narrowcast.precision.nested import map_tensors, tensors_in
-from narrowcast.precision.plan.roles import ROLES
+from narrowcast.precision.plan.module_plan import ROLES
 
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 """Whole numbers of the size of a floating-point dtype, by bytes."""

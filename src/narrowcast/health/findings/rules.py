@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from narrowcast.numerics import FP16
 from narrowcast.precision.gradients.loss_scale import LossScale, power_of_two_below
-from narrowcast.precision.plan.roles import GRADIENTS
+from narrowcast.precision.plan.module_plan import GRADIENTS
 from narrowcast.precision.plan.wording import Wording
 
 SATURATED = 1e-3

@@ -16,8 +16,8 @@ from narrowcast.health.findings.rules import EIGHT_BITS, SATURATED, VANISHED
 from narrowcast.health.statistics.statistics import COLUMNS, statistics
 from narrowcast.kernels.launch import upload
 from narrowcast.numerics import FP16, BlockFormat, Format, format_named
+from narrowcast.precision.plan.module_plan import GRADIENTS, OPERANDS, roundings
 from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.plan.roles import GRADIENTS, OPERANDS, roundings
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,10 +19,9 @@ from narrowcast.numerics import BlockFormat, format_named
 from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp
 from narrowcast.precision.fused.gelu_mlp import GeluMlp
-from narrowcast.precision.plan.module_plan import ModulePlan, multiplies
+from narrowcast.precision.plan.module_plan import ROLES, ModulePlan, multiplies, roundings
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.plan.roles import ROLES, roundings
 from narrowcast.precision.step.checks import check_not_monitored
 from narrowcast.precision.swap import fused_mlp_layers, set_class, swap
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from narrowcast.health.statistics.statistics import COLUMNS, RUN
 from narrowcast.kernels.launch import unsupported_reason, upload
 from narrowcast.precision.fp8.delayed import AmaxHistory
-from narrowcast.precision.plan.roles import OPERANDS
+from narrowcast.precision.plan.module_plan import OPERANDS
 from narrowcast.precision.products.operands import ProductFormats
 
 SAMPLE = 4096

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from narrowcast.kernels.fp8 import DECIDED, scale_inv_for
 from narrowcast.numerics import Format, scale_for
-from narrowcast.precision.plan.roles import OPERANDS
+from narrowcast.precision.plan.module_plan import OPERANDS
 from narrowcast.precision.products.operands import ProductFormats, is_delayed
 
 LENGTH = 16

@@ -7,7 +7,7 @@ the GPU gains by it as measured, and how the hardware runs what is left.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -15,8 +15,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.hardware import Hardware, Support
+from narrowcast.hardware import Hardware, Speeds, Support
 from narrowcast.numerics import FORMATS, BlockFormat, plain_format
+from narrowcast.precision.plan.folding import decibel_range
 from narrowcast.precision.plan.gains import (
     MIN_SPEEDUP,
     Gain,
@@ -25,13 +26,75 @@ from narrowcast.precision.plan.gains import (
     measured_gain,
 )
 from narrowcast.precision.plan.policy import FP8_FORMATS, PRODUCTS, Policy
-from narrowcast.precision.plan.quantized_frozen_plan import (
-    QuantizedFrozenPlan,
-    frozen_product_policy,
-    relative_speed,
-)
-from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
+from narrowcast.precision.quantized_frozen import QuantizedFrozenInfo, QuantizedFrozenLayer
 from narrowcast.precision.swap import has_own_forward, plain_class
+
+SCALING: Final = "row"
+"""How a kept weight is scaled, and so what is multiplied by it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedFrozenPlan:
+    """How one module keeps its weight, and what that has lost."""
+
+    format: str = "e4m3"
+    snr_db: float | None
+    """None where nobody has measured it, ∞ where nothing was lost."""
+    widened: bool
+    """Whether products have it in a wider format, made of the bytes for each of them."""
+
+    @classmethod
+    def of(cls, module: QuantizedFrozenLayer, policy: Policy) -> "QuantizedFrozenPlan":
+        """Return the plan of a module whose products have this policy."""
+        return cls(snr_db=module.quantized.snr_db, widened=policy.forward not in FP8_FORMATS)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data; the loss of a weight that lost nothing is null."""
+        lossless = self.snr_db is None or self.snr_db == float("inf")
+        return {
+            "format": self.format,
+            "snr_db": None if lossless else self.snr_db,
+            "widened": self.widened,
+        }
+
+
+def frozen_product_policy(policy: Policy, stored: QuantizedFrozenInfo) -> Policy:
+    """Return the policy of a kept weight's products: row scales, and in fp8 or not as asked."""
+    narrow = policy.forward in FP8_FORMATS
+    if stored.products == "wide" or policy.forward not in ("e4m3", "bf16", "fp16", "fp32", "tf32"):
+        return in_one_format(policy, policy.functional)
+    if stored.products == "fp8" and not narrow:
+        return replace(
+            policy,
+            forward="e4m3",
+            output="",
+            grad_input="e5m2",
+            grad_weight="e5m2",
+            scaling=SCALING,
+            accumulator="fast",
+        )
+    return replace(policy, scaling=SCALING) if narrow else policy
+
+
+def relative_speed(
+    module: QuantizedFrozenLayer, policy: Policy, speeds: Speeds | None, *, rows: int
+) -> tuple[float | None, str]:
+    """Return how fast a kept weight's products are beside those of a bf16 weight, and a word."""
+    kind = "frozen-row" if policy.forward in FP8_FORMATS else "frozen-wide"
+    outputs, inputs = module.weight_e4m3.shape
+    gain = None
+    if speeds is not None:
+        gain = speeds.gain(kind, tokens=rows, inputs=inputs, outputs=outputs, against="frozen-bf16")
+    if gain is None:
+        return None, "speed not measured here"
+    return gain, f"{gain:.2f} × a bf16 weight at {rows}×{inputs}×{outputs}"
+
+
+def describe_loss(alike: Sequence[QuantizedFrozenPlan | None]) -> str:
+    """Return what the weights of some modules have lost."""
+    matches = [each.snr_db for each in alike if each is not None]
+    return decibel_range([value for value in matches if value is not None])
+
 
 _CALLED_A_NORM = re.compile(r"Norm(\dd)?$", re.ASCII)  # LlamaRMSNorm, LayerNorm2d
 
@@ -388,3 +451,39 @@ def _moment_size(name: str) -> float:
 
 def _size(name: str) -> int:
     return 4 if name == "fp32" else 2
+
+
+Role = Literal["batch", "input", "weight", "output", "loss", "grad_output", "grad_weight", "update"]
+ROLES: tuple[Role, ...] = ("input", "weight", "output", "grad_output", "grad_weight")
+"""Those that a module has, in the order in which a step comes by them."""
+OPERANDS: tuple[Role, ...] = ("input", "weight", "grad_output")
+"""Those that a product takes, and so casts: in 8 bits they have a scale."""
+GRADIENTS: frozenset[str] = frozenset({"grad_output", "grad_weight"})
+"""Those of the backward pass."""
+
+
+def roundings(policy: Policy, role: str, *, kind: Kind = "linear") -> tuple[str, ...]:
+    """Return the formats that a role's tensor is rounded to in a module, one after the other.
+
+    What is too large for the first is not finite from there on; what the last one loses, the
+    product, or whoever keeps the tensor, does without.
+    """
+    if not multiplies(kind):
+        return (policy.params if kind == "embedding" else policy.reduce,)
+    match role:
+        case "input" | "weight":
+            return (policy.forward,)
+        case "output":
+            return (policy.output_format,)
+        case "grad_output":
+            # What comes back has the format of what went out. The operand made of it is in this
+            # format in the product for the input's gradient, and in `policy.grad_weight` in that
+            # for the weight's.
+            return (policy.output_format, policy.grad_input)
+        case "grad_weight":
+            # As the product returns it, and as it is kept.
+            return (policy.output_format, policy.grads_format)
+        case "update":
+            return (policy.params,)
+        case _:
+            raise AssertionError(f"a module has no {role}")

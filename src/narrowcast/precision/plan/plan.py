@@ -22,6 +22,7 @@ from narrowcast.precision.plan.module_plan import (
     ListedModule,
     ModulePlan,
     ModulePlanner,
+    describe_loss,
     module_kind,
     multiplies,
     widens,
@@ -36,7 +37,6 @@ from narrowcast.precision.plan.policy import (
     short_text,
     suggestion,
 )
-from narrowcast.precision.plan.quantized_frozen_plan import describe_loss
 from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
 from narrowcast.precision.swap import plain_class
 

@@ -1,7 +1,7 @@
-"""Other values in the place of a model's weights for as long as a block lasts.
+"""Other weights, or another plan, in a model for as long as a block lasts.
 
-They lie in memory of their own, so that what is taken inside stays what it was, what is written
-inside reaches nothing, and the weights are back where captured steps look for them.
+Swapped weights have their own memory: tensors taken inside keep their values, writes inside reach
+nothing, and the weights are back where captured steps look for them.
 """
 
 import contextlib
@@ -10,8 +10,13 @@ from collections.abc import Iterator
 import torch
 
 from narrowcast.precision.dtensor import replace_values
-from narrowcast.precision.modules.rewrite import compact_recurrent
+from narrowcast.precision.fp8.state import Fp8Model
+from narrowcast.precision.modules.rewrite import compact_recurrent, rewrite_modules
+from narrowcast.precision.modules.wrappers import OwnLossScale
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.products.regions import get_entry
 from narrowcast.precision.step.engine import Engine
+from narrowcast.precision.swap import restore, set_class, swap
 from narrowcast.precision.weights.ownership import StandIn, ValueOf
 from narrowcast.precision.weights.trained import TrainedWeights
 
@@ -51,3 +56,36 @@ def _let_know(weights: TrainedWeights) -> None:
     """Let whoever keeps something made from weights, fp8 or autocast, see that they are others."""
     torch.autograd.graph.increment_version(weights.all)
     torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def plan_tried(engine: Engine, plan: Plan) -> Iterator[None]:
+    """Let modules compute as `plan` says inside the block; give back the very same afterwards.
+
+    Weights stay as they are kept, and so do loss scales. Scales of fp8 that come from past steps
+    have no past here.
+    """
+    modules = list(engine.model.modules())
+    before = [(type(module), _ours(module.__dict__)) for module in modules]
+    active = engine.plan, engine.entry, engine.fp8
+    restore(engine.model)
+    try:
+        rewrite_modules(engine.model, plan)
+        for module, (_, attributes) in zip(modules, before, strict=True):
+            if "nc_scale" in attributes:
+                swap(module, OwnLossScale, nc_scale=attributes["nc_scale"])
+        engine.plan, engine.entry = plan, get_entry(engine.model)
+        engine.fp8 = Fp8Model(engine.model)
+        yield
+    finally:
+        restore(engine.model)
+        for module, (kind, attributes) in zip(modules, before, strict=True):
+            set_class(module, kind)
+            module.__dict__.update(attributes)
+            if "nc_forward" in attributes:
+                module.__dict__.pop("forward", None)
+        engine.plan, engine.entry, engine.fp8 = active
+
+
+def _ours(attributes: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in attributes.items() if name.startswith("nc_")}
