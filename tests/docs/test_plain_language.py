@@ -13,7 +13,7 @@ FOLDERS = (
     "docs/start", "docs/migrate", "docs/guides", "docs/concepts", "docs/workloads",
     "docs/benchmarks",
 )  # fmt: skip
-SINGLE_PAGES = ("README.md", "docs/troubleshooting.md")
+SINGLE_PAGES = ("README.md", "CONTRIBUTING.md", "docs/troubleshooting.md", "docs/architecture.md")
 """Pages outside of the folders."""
 PAGES = [page for name in FOLDERS for page in sorted((ROOT / name).rglob("*.md"))]
 PAGES += [ROOT / name for name in SINGLE_PAGES]
