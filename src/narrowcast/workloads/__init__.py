@@ -1,8 +1,4 @@
-"""What can be trained: a folder per workload and a line in `BUILT_IN`; delete both and it is gone.
-
-Other packages add theirs by an entry point (see `config/registry.py`). A workload's folder holds a
-`Workload` value, which imports nothing heavy, and what that names; see docs/workloads/your-own.md.
-"""
+"""Workloads: one folder and one line in `BUILT_IN` each; other packages use an entry point."""
 
 from __future__ import annotations
 
@@ -63,10 +59,7 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> config.Loa
 
 
 def build_task(recipe: config.Recipe, *, device: torch.device) -> Task:
-    """Build what `recipe` trains and trains on, on `device`; on the meta device only shapes.
-
-    Parameters that its groups call frozen are, from here on.
-    """
+    """Build the task of a recipe on a device and freeze its frozen groups; on meta only shapes."""
     from narrowcast.training.optimizers import get_groups
     from narrowcast.training.task import Task
 
@@ -85,10 +78,7 @@ def build_task(recipe: config.Recipe, *, device: torch.device) -> Task:
 def report_sections(
     resolved: Mapping[str, Any], folder: Path, records: Sequence[Record]
 ) -> Sequence[ReportSection]:
-    """Return what the workload of a run adds to its report; nothing where it is not here.
-
-    `resolved` is what `resolved.json` of that run holds.
-    """
+    """Return the report sections of a run's workload; nothing if it is not installed."""
     entry = resolved.get("workload")
     name = entry.get("value") if isinstance(entry, Mapping) else None
     known = {workload.name: workload for workload in REGISTRY.workloads()}

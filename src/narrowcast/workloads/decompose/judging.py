@@ -24,8 +24,7 @@ from narrowcast.workloads.decompose.targets.language import Language
 from narrowcast.workloads.decompose.targets.toy import Toy
 
 RIGHT_COSINE, RIGHT_NORMS = 0.99, (0.95, 1.06)
-"""What a component has in common with the column it stands for, at least: the bounds that
-published decompositions of toys keep within."""
+"""Least cosine and range of norms of a right component, as in published decompositions of toys."""
 TOLD = ("stochastic", "ci", "rounded", "unmasked")
 """Masks of a language model in an evaluation; the report has them all."""
 MOST_SITES = 8
@@ -98,8 +97,7 @@ class DecompositionResult:
 
     sites: tuple[SiteResult, ...]
     divergences: Mapping[str, Tensor]
-    """How far outputs are from the target's (seeds,): `unmasked`, the sums of components, and
-    `stochastic`, under masks drawn at random; nothing for a language model, whose table has it."""
+    """Distance from the target (seeds,), `unmasked` and `stochastic`; empty for language models."""
     faithfulness: Tensor
     tolerance: float
     """How far importances may be from 0 or 1."""

@@ -184,11 +184,9 @@ def _digits(number: Any) -> float:
 def salient_variants(
     predict: Predict, examples: Examples, judged: Judged, tokenizer: Tokenizer, target: Target
 ) -> list[dict[str, Any]]:
-    """Return in-silico mutagenesis of a few variants.
+    """Return in-silico mutagenesis of a few variants; at the variant, of the alternative alone.
 
-    Each letter is substituted in both sequences of the pair; at the variant, in the alternative
-    alone. `adds` is the score minus its mean over the substitutions. The score is the predicted
-    value, or the log-odds of the predicted class.
+    `adds` is the score minus its mean over the substitutions.
     """
     if examples.alternatives is None or not isinstance(target, OneClass | Labels | Value):
         return []

@@ -1,8 +1,6 @@
 """Targets: the head, loss and metrics of each kind of prediction.
 
-`metrics` lists the headline first. `per_letter` targets count letters, of which batches have
-different numbers: `loss` is the mean over `count(batch)`. `predicted` and `truth` are stored per
-row, and `measured` computes the metrics of all rows, except those of the loss.
+`per_letter` targets count letters: their `loss` is the mean over `count(batch)`.
 """
 
 from abc import ABC, abstractmethod

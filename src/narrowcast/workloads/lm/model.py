@@ -1,6 +1,4 @@
-"""A GPT: rotary positions, causal attention, norms first; `model(tokens)` gives next-token logits.
-
-`model(tokens, targets)` gives their loss, for which a GPU never holds all logits.
+"""A GPT: rotary positions, causal attention, norms first.
 
 Policies match module names: `embed`, `blocks.N.{attn_norm,mlp_norm}`, `blocks.N.attn.{qkv,out}`,
 `blocks.N.mlp.{up,gate,down}`, `norm`, `head`. A tied head shares its weight with `embed`.
@@ -50,11 +48,7 @@ class GPT(nn.Module):
         *,
         reduction: Literal["mean", "none"] = "mean",
     ) -> Tensor:
-        """Return the logits of the token after each of `tokens`: (batch, length, vocab).
-
-        With `targets`, the tokens that do come after, return their cross-entropy in nats, taken in
-        fp32: the mean, or with `reduction="none"` that of each, (batch, length).
-        """
+        """Return logits (batch, length, vocab), or with `targets` their cross-entropy in fp32."""
         length = tokens.shape[-1]
         if length > self.length:
             raise ConfigError(
@@ -78,11 +72,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Set every weight and the rotary table anew; a CPU generator gives any device the same.
+        """Set every weight and the rotary table from a CPU generator, the same on any device.
 
         Weights get the deviation sqrt(2 / 5 width) of Nguyen and Salazar (2019), which is GPT-2's
-        0.02 at width 1000. What is added to the residual stream is divided by sqrt(2 layers), so
-        that the size of the stream does not depend on the depth.
+        0.02 at width 1000. Projections onto the residual stream are divided by sqrt(2 layers).
         """
         deviation = math.sqrt(2 / (5 * self.embed.embedding_dim))
         residual = deviation / math.sqrt(2 * self.layers)
@@ -193,8 +186,8 @@ def build_gpt(
 ) -> GPT:
     """Build an initialised GPT on `device`; on the meta device only its shapes.
 
-    Draws from a generator of its own, one weight at a time on the CPU: the global random state is
-    left alone, a seed means the same model everywhere, and the host never holds all of a large one.
+    Draws one weight at a time on the CPU from its own generator, so a seed means the same model
+    on every device.
     """
     with torch.device("meta"):
         model = GPT(settings, vocab=vocab, length=length)
@@ -221,11 +214,10 @@ def rotary_table(length: int, head_width: int, *, base: float) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn each pair of `x` by the angle of its position: (batch, length, head, head width).
+    """Turn each pair of `x`, (batch, length, head, head width), by the angle of its position.
 
-    In fp32 at least, whatever `x` is. Eager mode multiplies complex numbers, one pass where the
-    real form needs several (5 times faster on 2 CPU cores); the compiler knows no complex numbers,
-    and makes one pass of the real form.
+    In fp32 at least. Eager mode multiplies complex numbers (5 times faster on 2 CPU cores); the
+    compiler does not support them, and fuses the real form into one pass.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     pairs, table = x.to(wide).reshape(*x.shape[:-1], -1, 2), table.to(wide)
@@ -237,10 +229,9 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 def _product(pairs: Tensor, table: Tensor) -> Tensor:
-    """Multiply as complex numbers what is given as pairs of real and imaginary part.
+    """Multiply complex numbers stored as pairs, as x · cos + swapped(x) · (−sin, sin).
 
-    As x · cos + swapped(x) · (−sin, sin): elementwise, so the gradient is one pass too. Stacked
-    from its two parts, it was two to three passes' worth of time on a GPU.
+    Stacked from its two parts, it took the time of two to three passes on a GPU.
     """
     cosine, sine = table.split(1, dim=-1)  # each beside a pair: (length, 1, i, 1)
     signs = torch.tensor([-1.0, 1.0], dtype=table.dtype, device=table.device)
@@ -249,10 +240,7 @@ def _product(pairs: Tensor, table: Tensor) -> Tensor:
 
 
 class SwellingMLP(nn.Module):
-    """An mlp of which what goes into the last layer is doubled every so many training passes.
-
-    What comes out is halved as often: powers of two, so that only the range of a format can tell.
-    """
+    """An mlp that doubles the last layer's input every so many passes and halves its output."""
 
     def __init__(self, plain: MLP, *, every: int) -> None:
         super().__init__()

@@ -21,12 +21,7 @@ def sample(
     top_k: int | None = None,
     vocab: int | None = None,
 ) -> Iterator[int]:
-    """Yield `count` tokens that follow `prompt`, each predicted from the `context` before it.
-
-    Temperature 0 takes the likeliest token; `top_k` draws from that many likeliest ones only, and
-    `vocab` from the first so many tokens. Drawn on the CPU from `generator`, so a seed means the
-    same text on every device. Waits for the device at every token.
-    """
+    """Yield `count` tokens after `prompt`, drawn on the CPU; synchronises at every token."""
     if not prompt:
         raise ConfigError("The prompt is empty. Write at least one character.")
     if temperature < 0:

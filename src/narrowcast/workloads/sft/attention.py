@@ -1,8 +1,7 @@
 """Attention that separates packed conversations, and how a model is called with a batch.
 
-transformers builds a mask from `position_ids` only without a KV cache, which a model creates unless
-it is called with `use_cache=False`; conversations then silently attend to each other. Here the
-attention mask is `conversation_bounds(position_ids)`. Other masks use torch's attention.
+transformers builds a mask from `position_ids` only with `use_cache=False`; otherwise conversations
+silently attend to each other. Here the attention mask is `conversation_bounds(position_ids)`.
 """
 
 from dataclasses import dataclass

@@ -1,20 +1,13 @@
-"""A masked site as one product, without ever forming the weight residual.
+"""A masked site as one product, without forming the weight residual.
 
-A component of importance g has the mask m = g + (1 - g) s, where s is a source: 0 keeps only what
-is important, 1 keeps everything, and random sources test that what is not important does not
-matter. With a mask d for the residual, the output is ((x V) m) U + d x (W - (V U)^T)^T + b. Since
-x (V U) is (x V) U, that is
+A component of importance g has the mask m = g + (1 - g) s with a source s. With a mask d for the
+residual, the output is ((x V) m) U + d x (W - (V U)^T)^T + b. Since x (V U) is (x V) U, that is
 
     y = [ (x V) (m - d) | d x ] [ U ; W^T ] + b
 
-exactly: one product of inner size C + d_in, summed in fp32 inside it, and so not as the difference
-of two rounded results. A row that is not routed has 0 for the first part and d = 1, and is the
-target's.
-
-On a GPU the elementwise work is two kernels, and nothing is saved but x, h and importance. Widths
-are rounded up to 8 numbers, so that 16-bit lines begin at multiples of 16 bytes, as tensor cores
-want them. V and [U ; W^T] are written anew in each pass, in the format of their product and in one
-launch: 2 % of the operand at 32,768 rows and a d_out of 768, and U and V have to be cast anyhow.
+summed in fp32 inside one product, not as the difference of two rounded results. A row that is not
+routed has 0 for the first part and d = 1. Widths are rounded up to 8 numbers, so that 16-bit lines
+begin at multiples of 16 bytes, as tensor cores need.
 """
 
 from dataclasses import dataclass
@@ -52,8 +45,7 @@ class SiteMask:
     delta: Source | None = None
     """By which share what components leave of the weight takes part, (seeds, rows); None: not."""
     routed: Tensor | None = None
-    """Rows that the components compute, bool of (seeds, rows); others are the target's. None: all.
-    """
+    """Rows that the components compute, bool of (seeds, rows). None: all."""
 
 
 def masked_output(
@@ -69,9 +61,8 @@ def masked_output(
 ) -> Tensor:
     """Return the masked output (seeds, rows, d_out) of `x`, (seeds, rows, d_in).
 
-    `V` is (seeds, d_in, C), `U` (seeds, C, d_out), `weight_t` (seeds or 1, d_in, d_out), and `bias`
-    (seeds or 1, d_out). Gradients go to x, V, U and the mask's tensors.
-    Sites that are given one `seed` for their draws are given a `stream` each.
+    `V` is (seeds, d_in, C), `U` (seeds, C, d_out), `weight_t` (seeds or 1, d_in, d_out), `bias`
+    (seeds or 1, d_out). Sites that share a `seed` for their draws need different `stream`s.
     """
     dtype = computed_in(V)
     # Under autocast an output is of its format, as of any product; else as the target's was.

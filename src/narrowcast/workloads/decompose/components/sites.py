@@ -12,8 +12,7 @@ from narrowcast.errors import ConfigError
 Kind = Literal["linear", "conv1d", "embedding", "identity"]
 
 MOST_PER_RANK = 64
-"""Components for each rank of a matrix: twice the most that published decompositions take (4000 for
-a matrix of rank 128). Beyond that, a misread width is likelier than a finding."""
+"""Maximum components per rank: twice what published decompositions use (4000 at rank 128)."""
 
 MOST_NAMED = 8
 """Modules that a message names."""

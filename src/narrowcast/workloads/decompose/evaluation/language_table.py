@@ -1,8 +1,4 @@
-"""What masked language models lose: the table of cross-entropies and divergences that is published.
-
-Each row is one way to mask all sites at once. Only `stochastic` has a part of what components leave
-of the weights; `zero` has no components at all, and is what the others are measured against.
-"""
+"""Cross-entropies and divergences of masked language models; each row is one way to mask."""
 
 import math
 from collections.abc import Sequence

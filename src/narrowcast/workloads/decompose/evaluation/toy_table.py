@@ -1,12 +1,7 @@
-"""A toy's decomposition against its known components, seed by seed.
+"""A toy's decomposition compared with its known components, per seed.
 
-For each feature alone, a site of one component per feature has an importance matrix that is the
-identity, once its columns are in order. A site whose k components serve every feature has k columns
-with something in them, and nothing in the others.
-
-The cosine of the component nearest to a column proves little by itself: twenty random directions
-cover a plane, and one that is nearly dead can win by a hair. So a column is compared with the
-largest of its components that are alive, and the norms are compared as well.
+The nearest component's cosine proves little: twenty random directions cover a plane. So a column is
+compared with the largest of its living components, and norms are compared as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,8 +44,7 @@ class SiteTable:
     alive: Tensor
     """Components that any feature needs."""
     least_cosine: Tensor | None = None
-    """Of the feature whose largest living component is least like it; none where features are
-    neither columns nor rows of the weight."""
+    """Least cosine of a feature and its largest living component; None without columns or rows."""
     norm_ratio: Tensor | None = None
     """The mean over features of that component's norm by the weight's."""
     matched: Matched | None = None
@@ -135,11 +129,7 @@ def matched_component(importance: Tensor) -> Tensor:
 
 
 def best_assignment(worth: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return for each row the column of its own that makes the sum of their worths the largest.
-
-    A matrix of more rows than columns leaves rows without one: their column is -1. By shortest
-    augmenting paths, a row at a time, each in as many vector operations as there are rows.
-    """
+    """Return the column of each row that maximises the sum of worths, or -1 for rows left over."""
     rows, columns = worth.shape
     if rows > columns:
         # Columns are given out among rows instead.

@@ -1,9 +1,4 @@
-"""Functions that tell the causal importance of every component at every position.
-
-Three kinds see one site at a time: `mlp` a component's own activation, `vector_mlp` the site's
-input with an MLP for each component, `shared_mlp` the input with one MLP for all. Two see all
-sites at once: `global_shared_mlp`, and `global_transformer`, which sees other positions too.
-"""
+"""Functions that predict the causal importance of every component at every position."""
 
 from collections.abc import Sequence
 from typing import Literal

@@ -59,8 +59,7 @@ def fixed_route(
 ) -> Route:
     """Return one pass with a copy that all sites compute, or one copy per site.
 
-    The route is the same in every step, so it is kept in `saved`, which lives as long as CUDA
-    graphs that read from it. A tensor made during capture is not: it is filled only on replay.
+    The route is kept in `saved`: a tensor made during CUDA graph capture is filled only on replay.
     """
     sites, (seeds, rows, _) = len(importance), importance[0].shape
     device = importance[0].device

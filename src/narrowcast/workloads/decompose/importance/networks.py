@@ -1,8 +1,6 @@
 """Networks that predict importances, with weights of their own for every seed.
 
-An MLP per component maps its activation to one number. In plain torch its hidden layer is (seeds,
-rows, components, units), the largest tensor of a decomposition by far; with kernels it is never in
-memory, forward or back.
+With kernels the hidden layer, (seeds, rows, components, units), is never in memory.
 """
 
 import math
@@ -21,8 +19,7 @@ HIDDEN_GAIN = math.sqrt(2)
 """Of a layer that a nonlinearity follows; what sees the logits has gain 1."""
 ROTARY_BASE = 10_000.0
 BEGUN = 0.1
-"""Size of the stream where every input is 0, as of most samples of a toy. A stream of 0 would have
-every norm multiply gradients by a thousand, and four blocks overflow fp32."""
+"""Size of the stream where every input is 0: at 0, norms would make gradients overflow fp32."""
 
 
 class SeededDense(nn.Module):
@@ -57,11 +54,7 @@ class SharedMLP(nn.Module):
 
 
 class ComponentMLP(nn.Module):
-    """An MLP for every component, from the same vector of `d_in` or from a number of its own.
-
-    `d_in` None: each component sees its own activation. The first layer of those that share a
-    vector is one product for all components together.
-    """
+    """An MLP per component, from a shared vector of `d_in`, or from its own activation if None."""
 
     def __init__(
         self, seeds: int, d_in: int | None, hidden: Sequence[int], components: int

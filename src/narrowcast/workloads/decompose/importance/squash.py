@@ -1,8 +1,7 @@
 """Squash the logits of causal importance into [0, 1], twice.
 
-The lower one makes masks: it never leaves [0, 1]. The upper one is what importance losses press
-on: above 1 it goes on rising a little, so that a saturated logit can still be brought down. The
-leaky hard ones of a site are made together: by a kernel each way where there are kernels.
+The lower one makes masks. The upper one is for importance losses: it keeps a slope above 1, so that
+a saturated logit can still be brought down.
 """
 
 from typing import Any, Literal, get_args
@@ -78,8 +77,7 @@ def _same_for_both(logits: Tensor, kind: Squash) -> Tensor:
 class _LeakyHard(torch.autograd.Function):
     """Clamp to [0, 1], for losses with a slope above 1.
 
-    Below 0, a gradient of the lower that wants the logit to rise leaks through. A real slope there
-    would make masks negative, and those destabilise training.
+    Below 0 only gradients leak through: a real slope would make masks negative and destabilise.
     """
 
     @staticmethod

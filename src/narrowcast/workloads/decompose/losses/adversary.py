@@ -1,7 +1,4 @@
-"""Adversarial terms: masks of unimportant components that ascend the divergence.
-
-Each number of ascents is another form of the training step, known before the run begins.
-"""
+"""Adversarial terms: masks of unimportant components that ascend the divergence."""
 
 from abc import ABC
 from collections.abc import Callable, Sequence
@@ -44,10 +41,7 @@ class Adversarial(Routed, Budget, ABC):
 
 
 def step_form(losses: Sequence[Loss], step: int, steps: int) -> tuple[int, ...]:
-    """Return how many ascents each term makes in a step: 1 without an adversary, 0 if left out.
-
-    Steps of one form do the same work, and one CUDA graph can hold them.
-    """
+    """Return how many ascents each term makes in a step: 1 without an adversary, 0 if left out."""
     return tuple(
         loss.ascents_at(step, steps) if isinstance(loss, Adversarial) else 1 for loss in losses
     )
@@ -105,8 +99,7 @@ class PGD(Adversarial, PGDBudget):
 class PersistentPGD(Adversarial, PersistentBudget):
     """Sources kept from step to step, moved by Adam or by signs.
 
-    The last ascent of a step costs nothing: the backward pass that trains the components has the
-    gradient of the sources too. `PersistentSources.ascend` applies it when that pass is done.
+    The last ascent of a step is free: it uses the gradient of the training backward pass.
     """
 
     kind: ClassVar[str] = "persistent_pgd"

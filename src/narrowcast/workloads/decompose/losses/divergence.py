@@ -1,9 +1,4 @@
-"""How far an output is from the target's: mean squared error, or the divergence of distributions.
-
-Rows of logits are wide, and every term of the loss compares them anew. So the KL divergence keeps
-little of its forward pass but the two tensors it was given: on a GPU it is one kernel, and
-elsewhere it works through them in pieces.
-"""
+"""Divergence of an output from the target's, mean squared error or KL, without wide temporaries."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -22,11 +17,10 @@ PIECE = 2**24
 
 
 def divergence(output: Tensor, target: Tensor, kind: Divergence) -> Tensor:
-    """Return how far `output` is from `target`, one number for every seed.
+    """Return the divergence of `output` from `target` per seed; the target is a constant.
 
     `output` is (seeds, copies, rows, width) and `target` (seeds, rows, width). The squared error is
-    a mean over all numbers; KL(target || output) a sum over the width and a mean over the rows. The
-    target is a constant.
+    a mean over all numbers; KL(target || output) a sum over the width and a mean over the rows.
     """
     target = target.detach()
     if kind == "mse":

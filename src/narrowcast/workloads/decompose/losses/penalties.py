@@ -1,9 +1,8 @@
 """Terms without a masked pass: faithfulness of weights, and minimality of importances.
 
 An importance of exactly 0 has no slope under a power below 1. By the formula it would have
-p · epsilon^(p − 1), 6e6 at p = 0.4, and one such number presses harder than all others together. In
-exact arithmetic nothing is ever exactly 0; products in bf16 on a GPU come to it often enough that,
-below p = 0.7, all importances of a language model were pressed to nothing.
+p · epsilon^(p − 1), 6e6 at p = 0.4. Products in bf16 on a GPU give 0 so often that, below p = 0.7,
+all importances of a language model were pressed to nothing.
 """
 
 from collections.abc import Sequence
@@ -84,10 +83,7 @@ class SmoothL0(_Annealed, SmoothL0Term):
 def power_means(
     uppers: Sequence[Tensor], power: float | Tensor, epsilon: float = EPSILON
 ) -> Tensor:
-    """Return the means over rows of (u + epsilon)^power, (seeds, components of all sites).
-
-    What is below 0 counts as 0: swish_hard dips there. In fp32 or wider.
-    """
+    """Return row means of (max(u, 0) + epsilon)^power, (seeds, components of all sites)."""
     result: Tensor = _apply(power, epsilon, *uppers)
     return result
 

@@ -49,8 +49,7 @@ class Routed(Masked):
     probability: float | None = None
     """Of a site to compute with components, with `static_probability`."""
     batched: bool | None = False
-    """Whether `layerwise` is one pass of a larger batch; None: on devices with kernels, because a
-    CPU has no launches to save."""
+    """Whether `layerwise` is one pass of a larger batch; None: on devices with kernels."""
 
     @property
     def name(self) -> str:

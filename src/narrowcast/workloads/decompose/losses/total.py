@@ -1,7 +1,7 @@
-"""The terms of a recipe, and their weighted sum.
+"""The terms of a recipe and their weighted sum.
 
-A small network takes as long for a pass of three copies of a batch as for one, because launches
-take the time. So terms with random masks share one pass on devices with kernels.
+A small network takes as long for three copies of a batch as for one, because launches take the
+time. So terms with random masks share one pass on devices with kernels.
 """
 
 from collections.abc import Sequence
@@ -57,10 +57,7 @@ def make_losses(section: LossesSection) -> list[Loss]:
 def total(
     losses: Sequence[Loss], step: Step, form: Sequence[int] | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weighted sum over terms and seeds, and each term's mean over seeds.
-
-    `form` is how many steps each term's adversary takes; a term with 0 is left out.
-    """
+    """Return the weighted sum over terms and seeds, and each term's mean over seeds."""
     chosen = [1] * len(losses) if form is None else form
     requested = [pair for pair in zip(losses, chosen, strict=True) if pair[1]]
     results = in_one_pass([loss for loss, _ in requested], step)

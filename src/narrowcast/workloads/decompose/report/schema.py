@@ -1,11 +1,7 @@
-"""What a finished decomposition leaves for its report: the file `decomposition.json`.
+"""The file `decomposition.json`, which a finished decomposition writes for its report.
 
-The task builds a `Decomposition` and calls `write`; the report calls `read`. Numbers of every seed
-stand in lists, in the order of the seeds; pictures are of one seed (`drawn_seed`). A number that
-was not measured is None; one that is not finite is kept as such.
-
-Trajectories are not in the file: the report takes them from the run's evaluations. A metric that is
-called `KIND` or `KIND/SITE`, with a kind of `TRAJECTORIES`, is drawn as a curve of that kind.
+Lists are in the order of the seeds; pictures are of one seed (`drawn_seed`). A number that was not
+measured is None. Trajectories are not in the file: the report takes them from the evaluations.
 """
 
 from collections.abc import Mapping
@@ -23,8 +19,7 @@ LARGEST = 2**24
 """Bytes of that file."""
 MOST_SITES, MOST_SEEDS = 1024, 4096
 MOST_DRAWN, MOST_COMPARED = 24, 6
-"""Components of a site that are drawn as matrices, and sites of which they are. A site has some
-70 kB of them: of all sites of a large model they would be more than the file may hold."""
+"""Components drawn per site, and sites drawn: the matrices of a site take some 70 kB."""
 
 TRAJECTORIES: Mapping[str, str] = {
     "l0": "Active components per position (L0)",

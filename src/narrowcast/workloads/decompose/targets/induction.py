@@ -1,10 +1,6 @@
 """Transformers of two attention layers that look up what followed a token when it last came.
 
-    begin a b ... S M c d ... S  ->  M
-
-One token, S, stands twice in a row of random ones; what came after it the first time is the answer.
-The known way to find it takes two steps: a head of the first layer tells each token what came
-before it, and one of the second looks for the token before which came S.
+begin a b ... S M c d ... S  ->  M
 """
 
 import math

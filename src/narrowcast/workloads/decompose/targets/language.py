@@ -22,8 +22,7 @@ from narrowcast.runs.environment import host_memory_bytes
 from narrowcast.training.checkpoints.data_identity import fingerprint
 
 LEARNT_NATS = 0.1
-"""By which share of log(vocabulary) a language model must be better than to guess evenly. One of
-random weights is worse than that; one that knows how frequent words are is better by a third."""
+"""Least gain over guessing, as a share of log(vocabulary); word frequencies alone give a third."""
 COPIES = 8
 """Of a text that there may be at once: as bytes, as text, and as the tokens of either in lists."""
 HELD_OUT_EVERY = 20

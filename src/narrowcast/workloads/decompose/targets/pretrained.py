@@ -1,7 +1,4 @@
-"""Load a language model to decompose: of an lm run, of transformers, a .gguf file or of llama2.c.
-
-Nothing is downloaded, nothing is unpickled, and a weight that the files lack is an error.
-"""
+"""Load a language model to decompose; nothing is downloaded or unpickled, missing weights raise."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

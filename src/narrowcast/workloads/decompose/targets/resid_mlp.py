@@ -25,8 +25,7 @@ WIDTH = 1000
 SHAPES = {1: (100, 50, 100, 1000), 2: (100, 25, 400, 1000), 3: (102, 17, 500, 10_000)}
 """By layers: features, neurons of each layer, components of each site, steps of training."""
 TOLERANCE = 0.5
-"""How far from 1.5, which is wanted of a feature of 0.75, it may come out. A network that adds
-nothing says 0.75; trained ones, of half as many neurons as features, say 1.1 to 1.3."""
+"""Tolerance around the wanted 1.5 of a feature of 0.75; trained networks give 1.1 to 1.3."""
 
 
 @final
@@ -83,11 +82,7 @@ class ResidMLP(nn.Module):
         return (self.folded(x) - self.wanted(x)).square().mean((1, 2))
 
     def folded(self, x: Tensor) -> Tensor:
-        """Return what `forward` does, without ever being as wide as the residual stream.
-
-        Between two relus all is linear, so the matrices there are multiplied with one another
-        first: they have a few dozen rows, and a batch has thousands.
-        """
+        """Return what `forward` does, with the linear maps between two relus multiplied first."""
         embedding = self.embedding
         writes, hidden = [embedding], [x]
         for layer in self.layers:

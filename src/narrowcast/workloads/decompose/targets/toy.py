@@ -1,7 +1,6 @@
 """Toy networks of every seed at once: data, layers, training, checks, and the known components.
 
-A network whose outputs are all zero is reconstructed without error by nothing at all: every loss of
-its decomposition is perfect. So toys are checked before they are decomposed.
+Toys are checked first: the decomposition of a network with zero outputs has perfect losses.
 """
 
 import hashlib
@@ -18,19 +17,14 @@ from narrowcast.errors import ConfigError
 PROBE = 0.75
 """Size of a probed feature: inside every range, off its ends."""
 TOLERANCE = 0.25
-"""How far from what is wanted, 0.75, a feature may come out. A dropped one is 0.75 off; those
-learnt fall short the more, the more share a dimension: by 0.03 in TMS 5-2, by 0.14 in 40-10."""
+"""Tolerance around the wanted 0.75 of a feature; learnt ones fall short by 0.03 to 0.14."""
 MOST_NAMED = 8
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """The known components of a site.
-
-    `identity`: one component per feature, important if its feature is present and nowhere else.
-    `dense`: `size` components that any feature may use, and no others.
-    """
+    """The known components of a site: one per feature (`identity`), or `size` shared (`dense`)."""
 
     kind: Literal["identity", "dense"]
     size: int
@@ -86,10 +80,7 @@ class SparseFeatures:
 
 @final
 class SeededLinear(nn.Module):
-    """`nn.Linear` of as many networks as there are seeds, with weights of zero.
-
-    The first dimension of the input is the seed; those between it and the last are rows.
-    """
+    """`nn.Linear` per seed, with weights of zero; the first dimension of the input is the seed."""
 
     def __init__(
         self,

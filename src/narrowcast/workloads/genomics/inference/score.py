@@ -1,10 +1,8 @@
 """Variant scores.
 
-With a pretrained run, the score is the log-likelihood of the window with the alternative minus that
-of the reference, in nats: the mean of both strands for DNA, without unknown letters.
-
-With a run trained on variants, it is the predicted value, or the mean class number scaled to 0
-(first class) to 1 (last class).
+With a pretrained run, the log-likelihood of the alternative window minus that of the reference, in
+nats: the mean of both strands for DNA. With a run trained on variants, the predicted value, or the
+mean class number scaled to 0 to 1.
 """
 
 import math
@@ -77,7 +75,7 @@ def evened(pair: VariantPair) -> tuple[str, str]:
     """Return both windows with equally many known letters.
 
     At the end of a contig an insertion pushes nothing out of its window, and each extra letter
-    would cost as much as an unlikely one. Letters far from the variant become unknown instead.
+    would lower the likelihood. Letters far from the variant become unknown instead.
     """
     texts = [pair.reference, pair.alternative]
     known = [len(text) - text.count(DNA.unknown) for text in texts]

@@ -2,12 +2,8 @@
 
 A causal convolution of length L is usually a real FFT padded to 2 L. Here it is one complex FFT of
 M >= L numbers, without padding (right-angle convolution, Crandall and Fagin 1994): letter t is
-multiplied by a^t with a^M = i, so what wraps around ends up in the imaginary part. Negative lags
-wrap the other way, so a two-sided filter costs the same.
-
-Transforms run in fp32 (fp64 for fp64) in every policy. The backward pass keeps the inputs only and
-recomputes spectra in chunks of channels. Under `torch.compile` this is the operator
-`narrowcast::gated_convolution`.
+multiplied by a^t with a^M = i, so what wraps around ends up in the imaginary part. Transforms run
+in fp32 (fp64 for fp64) in every policy.
 """
 
 from typing import Any, Literal
@@ -38,7 +34,7 @@ def gated_convolution(
     """Return after ⊙ (filters * z + bias ⊙ z) with z = before ⊙ value; None is left out.
 
     Sequences are (rows, channels, length), filters (channels, taps). Two-sided filters have an odd
-    number of taps, lag 0 in the middle. Without a `method` the best one for the device is used.
+    number of taps, lag 0 in the middle.
     """
     filters = _within(filters, value.shape[-1], causal=causal)
     result: Tensor = _apply(value, filters, bias, before, after, causal, chunk or 0, method or "")

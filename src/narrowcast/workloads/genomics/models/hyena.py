@@ -28,8 +28,7 @@ SHORT = 3
 class ImplicitFilter(nn.Module):
     """Generates long filters from positions by an MLP with sine activations and a decay.
 
-    Runs in fp32 under every policy, so it has no linear layers, which policies would cast: 8 bits
-    cannot separate neighbouring positions.
+    Has no linear layers, which policies would cast: 8 bits cannot separate neighbouring positions.
     """
 
     runs_in_fp32 = True

@@ -21,11 +21,7 @@ from narrowcast.workloads.genomics.models.patches import (
 
 
 class GenomicModel(nn.Module):
-    """Hidden states of tokens.
-
-    With `reverse_complement`, states are the mean over both strands. `complement` maps each token
-    to its complement. With `patching`, the blocks see patches; `byte_lm` places entropy patches.
-    """
+    """Hidden states of tokens; with `reverse_complement`, the mean over both strands."""
 
     def __init__(
         self,
@@ -157,10 +153,7 @@ def generate(
     allowed: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return `tokens` with `count` sampled ones appended: (rows, length + count).
-
-    `allowed` are the ids that may be drawn. There is no cache: each token reads the whole sequence.
-    """
+    """Return `tokens` with `count` sampled `allowed` ids appended; there is no cache."""
     training = model.training, head.training
     model.eval(), head.eval()
     try:

@@ -1,4 +1,4 @@
-"""Patches: where sequences are cut, the byte model that places cuts, and the layers around blocks.
+"""Where sequences are cut, the byte model that places cuts, and the layers around blocks.
 
 The number of patches of a row stays on the device; the host knows only the maximum.
 """
@@ -76,7 +76,6 @@ def every(size: int, tokens: Tensor) -> Tensor:
 def bounded(wanted: Tensor, *, least: int, most: int) -> Tensor:
     """Return starts of patches of `least` to `most` letters; the last of a row may be shorter.
 
-    The next start is the first wanted place `least` letters on, or the place `most` letters on.
     Starts are found by pointer doubling, in steps of 1, 2, 4, … patches.
     """
     rows, length = wanted.shape
@@ -156,11 +155,7 @@ class LocalBlock(nn.Module):
 
 
 class ByteLM(nn.Module):
-    """Predicts the next letter by two causal convolutions.
-
-    Its weights are buffers, saved but not cast or trained, so a sequence always has the same
-    patches.
-    """
+    """Predicts the next letter by two causal convolutions, with untrained buffers as weights."""
 
     def __init__(self, vocab_size: int, width: int = 48) -> None:
         super().__init__()

@@ -1,8 +1,4 @@
-"""Alphabets of DNA, RNA and protein.
-
-Letters are upper-cased, since lower case marks soft-masked repeats. Ambiguous IUPAC letters such as
-R (A or G) become N or X, or raise with `strict`. Any other letter raises.
-"""
+"""Alphabets of DNA, RNA and protein; lower case (soft-masked repeats) is upper-cased."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -25,11 +25,7 @@ def base_labels(
     circular: bool = False,
     location: str = "",
 ) -> Ids:
-    """Return the class of each base, 0 outside of all features.
-
-    Keys of `classes` are feature kinds, with + or - for one strand. Later classes win overlaps. On
-    a circular sequence, features may run over the end.
-    """
+    """Return the class of each base, 0 outside of all features; later classes win overlaps."""
     labels = np.zeros(length, dtype=np.int64)
     by_kind: dict[str, list[Part]] = {}
     for feature in features:

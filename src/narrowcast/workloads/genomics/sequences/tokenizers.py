@@ -1,11 +1,8 @@
 """Tokenizers: one token per letter, or per k letters.
 
 Vocabularies begin with seven special tokens, then those of the alphabet, in the order of existing
-programs: 77 tokens for DNA and 75 for RNA with k=3, 429 for protein with k=2.
-
-`decode(encode(s))` is the cleaned `s`. Letters after the last k-mer are single-letter tokens, and
-so are the letters of a k-mer with an unknown letter, except those the k-mer before holds. Where
-each token lies follows from the ids alone (`token_spans`).
+programs: 77 tokens for DNA and 75 for RNA with k=3, 429 for protein with k=2. Letters after the
+last k-mer and those of a k-mer with an unknown letter are single-letter tokens.
 """
 
 from dataclasses import dataclass

@@ -98,10 +98,7 @@ class Reference:
 def variant_pairs(
     variants: Iterable[Variant], reference: Reference, length: int
 ) -> Iterator[VariantPair]:
-    """Yield two windows of `length` letters per variant, its alleles in the middle.
-
-    Beyond the ends of a contig letters are N. Insertions push letters out at the right end.
-    """
+    """Yield two windows of `length` letters per variant, N beyond the ends of a contig."""
     for variant in variants:
         if not DNA.fits(variant.alternative) or not variant.alternative.isalpha():
             raise ConfigError(

@@ -1,7 +1,4 @@
-"""Packed rows: several conversations per row, without attention between them.
-
-Positions restart at 0 with each conversation. Padding is one more conversation without a loss.
-"""
+"""Packed rows: several conversations per row, without attention between them."""
 
 from bisect import bisect_left, insort
 from collections import defaultdict

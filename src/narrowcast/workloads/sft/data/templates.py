@@ -1,7 +1,6 @@
 """How conversations become text, and which of it has a loss.
 
-A chat template does not mark responses. So it is rendered with the turns before a response, and
-with the response; the difference is what the model learns.
+Chat templates do not mark responses, so text is rendered with and without each response.
 """
 
 import json
@@ -36,8 +35,7 @@ def chat_pieces(
 ) -> Iterator[Piece]:
     """Render with the tokenizer's chat template, with a loss on responses and their end tokens.
 
-    Unless the end token is the eos token, the last response is followed by an eos token with a
-    loss: an adapter is generated with the settings of its base, which may stop only there.
+    If the end token is not eos, an eos token follows: generation may stop only there.
     """
     rendered = _Rendered(tokenizer, conversation)
     done, last, eos = 0, len(conversation.turns) - 1, str(tokenizer.eos_token)

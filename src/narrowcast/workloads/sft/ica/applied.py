@@ -1,8 +1,4 @@
-"""Functional networks in a run.
-
-A task is built for plans, runs and resumed runs alike. So networks are found when the first step is
-about to run, and a resumed run loads them from its checkpoint. Checks run when the task is built.
-"""
+"""Functional networks in a run, found before its first step or loaded from its checkpoint."""
 
 import contextlib
 import json

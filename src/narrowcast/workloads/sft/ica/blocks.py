@@ -1,8 +1,4 @@
-"""The blocks of a language model and their MLPs, recognised by structure.
-
-A block has one child besides attention that starts with a projection from the model's width and
-ends with one back to it: the MLP. Names and wrappers (peft, compile) do not matter.
-"""
+"""The blocks of a language model and their MLPs, recognised by structure, not by name."""
 
 import contextlib
 import inspect

@@ -1,8 +1,6 @@
 """Freeze rows of weights while the rest of the same weight is trained.
 
-An output channel of a down projection is a row of its weight, an element of its bias and a row of
-an adapter's B; an input channel is a column, and the rows that lead to it. Weight decay and
-momentum move rows even with zero gradients, so rows are restored after each step.
+Weight decay and momentum move rows even with zero gradients, so rows are restored after each step.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,4 @@
-"""`ICA`: independent components of signals.
-
-Components are ordered by explained variance and their largest loading is positive, so that the
-same data gives the same numbering.
-"""
+"""`ICA`: independent components of signals, ordered by variance, with positive largest loadings."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

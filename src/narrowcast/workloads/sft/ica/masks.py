@@ -1,8 +1,4 @@
-"""Masks: silence, keep or scale channels of a model.
-
-Every layer has one factor per channel, changed in place, so that compiled models need no
-recompilation. With all factors at 1 the model is bit-identical.
-"""
+"""Masks: silence, keep or scale channels of a model by factors changed in place."""
 
 import contextlib
 import sys

@@ -14,8 +14,7 @@ LOUDEST = 1e6
 MOST_ITERATIONS = 10**6
 MOST_TOKENS = 10**6
 SKIP_FIRST = 1
-"""Tokens to skip at the start of each sequence: the first is an attention sink in many models. It
-makes up 99 % of component 0 of SmolLM2-135M."""
+"""Tokens to skip per sequence: the first is an attention sink (99 % of SmolLM2's component 0)."""
 
 MaskMode: TypeAlias = Literal["lesion", "preserve", "scale"]
 OLD_NAMES: dict[str, MaskMode] = {"key": "lesion", "complement": "preserve"}

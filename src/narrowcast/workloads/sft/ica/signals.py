@@ -1,7 +1,7 @@
 """Signals: rows (tokens) by channels, read chunk by chunk; their storage dtype and statistics.
 
-Only storage uses `ica_dtype`, because it costs the memory. Products are in float32 (float64 for
-float64 signals), sums over chunks in float64, the solver in float32, or float64 if that fails.
+Only storage uses `ica_dtype`. Products are in float32 (float64 for float64 signals), sums over
+chunks in float64.
 """
 
 import logging
@@ -202,10 +202,7 @@ class ChannelStatistics:
         return self.spread == 0
 
     def coarse_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the channels for which rounding exceeds 1 % of the variance.
-
-        Rounding has a variance of spacing² / 12: a channel must spread over three spacings.
-        """
+        """Return the channels for which rounding, spacing² / 12, exceeds 1 % of the variance."""
         about = torch.finfo(dtype)
         typical = (self.mean.square() + self.spread.square()).sqrt()
         spacing = about.eps * typical.clamp(min=about.smallest_normal)

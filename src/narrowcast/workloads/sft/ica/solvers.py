@@ -1,9 +1,7 @@
-"""ICA solvers: rotations of white signals that make them independent.
+"""ICA solvers: rotations (…, components, components) of white signals (…, components, rows).
 
-White signals are (…, components, rows), rotations (…, components, components). Items of the leading
-dimensions are solved independently; converged ones stop changing. Rotations stay on the CPU, which
-is faster for matrices this small. FastICA: Hyvärinen (1999). Picard, L-BFGS on rotations: Ablin,
-Cardoso, Gramfort, "Faster ICA under orthogonal constraint" (2018).
+Rotations stay on the CPU, which is faster for matrices this small. FastICA: Hyvärinen (1999).
+Picard: Ablin, Cardoso, Gramfort, "Faster ICA under orthogonal constraint" (2018).
 """
 
 import math

@@ -1,8 +1,7 @@
 """Principal directions of standardised signals, without a matrix of all signals.
 
-For few channels, from the covariance in one pass. For many, by block Lanczos: each pass multiplies
-the covariance by a block of vectors, and the best directions in the span of all blocks come from a
-small eigenproblem. Power iterations would need twice as many passes.
+For few channels, from the covariance in one pass. For many, by block Lanczos: power iterations
+would need twice as many passes.
 """
 
 from collections.abc import Iterator
@@ -184,8 +183,8 @@ def _best_in(vectors: Tensor, images: Tensor, components: int, *, passes: int) -
 def _orthonormal(block: Tensor) -> Tensor:
     """Return an orthonormal basis of the columns' span, with zeros for dependent columns.
 
-    Uses eigenvectors of the Gram matrix in float64: a QR of tall matrices is slow on a GPU. Twice,
-    because the first pass leaves rounding errors.
+    Uses the Gram matrix in float64, since a QR of tall matrices is slow on a GPU. Twice, because
+    the first pass leaves rounding errors.
     """
     for _ in range(2):
         wide = block.double()

@@ -25,10 +25,7 @@ def greedy(
     ends: Collection[int],
     padding: int,
 ) -> list[list[int]]:
-    """Return the tokens after each prompt, up to the first of `ends` or `max_new_tokens`.
-
-    Ignores the model's generation settings and leaves its modes and RNGs unchanged. Synchronises.
-    """
+    """Return greedy continuations up to the first of `ends` or `max_new_tokens`; synchronises."""
     config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,
         num_beams=1,
@@ -48,10 +45,7 @@ def generate_as_saved(
     batch_size: int,
     padding: int,
 ) -> list[list[int]]:
-    """Return the tokens after each prompt with the model's generation settings; synchronises.
-
-    Sampling uses a fixed seed.
-    """
+    """Return the tokens after each prompt with the model's generation settings; synchronises."""
     config: Any = copy.deepcopy(model.generation_config)
     config.max_new_tokens, config.num_return_sequences = max_new_tokens, 1
     if config.pad_token_id is None:

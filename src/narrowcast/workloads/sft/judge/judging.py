@@ -42,11 +42,7 @@ PROBE = 32
 
 @final
 class Judge:
-    """Evaluates a model during and after a run, and writes samples before and after training.
-
-    A task merges `info_metrics` and `metrics` into its own, adds `hooks`, and calls `after` in
-    `write_results`. `shown` are the validation rows to take samples from.
-    """
+    """Evaluates a model during and after a run, and writes samples before and after training."""
 
     def __init__(
         self,

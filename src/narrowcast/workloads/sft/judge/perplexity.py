@@ -1,8 +1,4 @@
-"""Perplexity of plain text.
-
-A text is split into overlapping windows. Every token except the first is predicted once, from at
-least `overlap` and at most `length` - 1 earlier tokens.
-"""
+"""Perplexity of plain text in overlapping windows, which predict every token but the first once."""
 
 import io
 import math

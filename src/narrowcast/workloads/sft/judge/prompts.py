@@ -132,8 +132,8 @@ def _split(rows: TokenRows, number: int) -> tuple[int, int] | None:
 def _tokens_before(conversation: Conversation, template: Template) -> tuple[int, ...]:
     """Return the tokens before the last response, as in training.
 
-    The text is tokenised with a fixed placeholder after it: a trailing space of the prompt may
-    belong to the first token of the response, as in "? Yes", and must not depend on the answer.
+    The text is tokenised with a placeholder after it: a trailing space of the prompt may belong to
+    the first token of the response, as in "? Yes".
     """
     pieces, at = _placed(conversation, template)
     marked = tuple(Piece(piece.text, n == at) for n, piece in enumerate(pieces[: at + 1]))

@@ -1,7 +1,4 @@
-"""The model of a recipe before training: loaded, quantized if requested, with adapters.
-
-The base is quantized before it moves to its device, which never holds the full weights.
-"""
+"""The model of a recipe before training, quantized before it moves to its device."""
 
 import importlib
 import importlib.util

@@ -161,10 +161,7 @@ def load_model(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """Return a causal language model in `dtype`, or that of its files; only shapes on meta.
-
-    `options` go to transformers; `seed` is for the tiny model.
-    """
+    """Return a causal language model in `dtype`, or that of its files; only shapes on meta."""
     import transformers
 
     causal: Any = transformers.AutoModelForCausalLM

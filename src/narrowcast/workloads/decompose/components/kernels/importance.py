@@ -1,14 +1,8 @@
 """Kernels of importances: small MLPs that predict them, squashing, and means of their powers.
 
-The MLPs map one number to one, and their hidden layer is never in memory. Forward and for the
-gradient of its input, programs hold a tile of rows and components and go through the hidden units.
-For the gradients of its weights a thread holds a component's units, as many as its registers do,
-and goes through rows; sums of row blocks are added up afterwards, always in the same order. Where
-the units fit into registers at once, that pass gives the input's gradient too, and the activation
-is computed once. All in fp32.
-
-Squashing in torch takes seven launches, and sixteen back: more than all the products of a small
-site. What is not a number stays none, forward and back.
+The MLPs map one number to one, all in fp32, and their hidden layer is never in memory. For the
+gradients of weights a thread holds a component's units in registers and goes through rows; sums of
+row blocks are added in a fixed order. Squashing in torch takes seven launches, and sixteen back.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,7 @@
 """Kernels of masked sites: the weights of their products, and the operand [ h (m - d) | d x ].
 
-Forward, h, importance and x are read once and the operand is written once, in whole lines that a
-matrix product can read aligned; masks and draws exist in registers alone. Backward, the gradient of
-the operand is read and the operand written in its place, since the product for dU wants it again.
-
-Draws are counters put through a cipher (Philox: Salmon et al. 2011, whose seven rounds pass every
-test of theirs) under a seed read from the device. The counter of a number is its row, its column,
-and a stream by which several sites share a seed; so a backward pass draws what the forward pass
-drew, and two numbers are never one.
+Masks and draws exist in registers only. Draws are seven rounds of Philox (Salmon et al. 2011) on
+row, column and stream, under a seed on the device, so a backward pass draws the same numbers.
 """
 
 import torch
@@ -38,9 +32,8 @@ def write_operand(
 ) -> None:
     """Fill `out`, (seeds, rows, width), from h, (seeds, rows, C or more), and the mask.
 
-    `sources` and `deltas` are kind (0 nothing, 1 one for all, 2 a tensor, 3 and 4 draws, continuous
-    and binomial) and value; tensors broadcast to (seeds, rows, C) and
-    (seeds, rows). Columns beyond the components and beyond x are zero.
+    `sources` and `deltas` are kind (0 none, 1 one for all, 2 a tensor, 3 and 4 continuous and
+    binomial draws) and value. Columns beyond the components and beyond x are zero.
     """
     cut = _Cut(h, x, importance)
     launch_kernel(
@@ -80,11 +73,9 @@ def write_gradients(
     needs_delta: bool,
     needs_operand: bool,
 ) -> Tensor | None:
-    """Make of the operand's gradient `down` d times its second part, and the operand's first part.
+    """Overwrite the gradient `down` with d times its second part and the operand's first part.
 
-    The latter only where it is needed. Fills the gradients that are given; returns that of delta
-    where it is needed. A source for all rows alike has its gradient summed over rows: within
-    programs, where none has rows of two seeds, and the rest afterwards.
+    The latter only where it is needed. Fills the gradients that are passed, returns that of delta.
     """
     cut = _Cut(h, x, importance)
     shape = (*down.shape[:2], cut.grid[1]) if needs_delta else (0,)

@@ -1,7 +1,4 @@
-"""Depthwise convolution of three taps that reads positions first and writes channels first.
-
-Gradients of taps and bias are summed per block of positions, then over blocks: deterministic.
-"""
+"""Depthwise convolution of three taps from positions first to channels first; deterministic."""
 
 import torch
 import triton

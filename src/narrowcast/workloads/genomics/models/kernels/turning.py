@@ -1,9 +1,4 @@
-"""Passes before and after an FFT, each reading and writing memory once.
-
-`turn_in` gates a sequence, multiplies letter t by a^t and writes complex fp32. `turn_out` turns
-back, takes the real part, adds the bias and gates. `mix_spectra` computes both spectra that a
-backward pass needs.
-"""
+"""Passes before and after an FFT, each reading and writing memory once."""
 
 import torch
 import triton
@@ -87,11 +82,7 @@ def block_count(length: int) -> int:
 def mix_spectra(
     of_z: Tensor, of_grad: Tensor, of_filter: Tensor, summed: Tensor, *, forward: bool
 ) -> None:
-    """Multiply gradient spectra by the conjugate filter spectrum in place; add to `summed`.
-
-    `summed`, (channels, size), gets the spectra of the filter gradients. With `forward`, sequence
-    spectra are multiplied by the filter spectrum too.
-    """
+    """Multiply gradient spectra by the conjugate filter spectrum in place; add to `summed`."""
     rows, channels, size = of_z.shape
     _launch_mix(
         (-(-size // (_BLOCK // 2)), channels, 1),

@@ -50,11 +50,7 @@ def read_records(
     column: str = "sequence",
     name: str | None = None,
 ) -> Iterator[Record]:
-    """Yield the records of a file, plain or gzip, one after another.
-
-    Without an `alphabet` it is guessed from the first sequence. Of a table, `column` has the
-    sequence and `name` the name. Names must be unique in FASTA and GenBank; FASTQ may have pairs.
-    """
+    """Yield the records of a file, plain or gzip; names must be unique in FASTA and GenBank."""
     seen: set[str] = set()
     requested = alphabet is not None
     number = 0

@@ -87,11 +87,7 @@ class Skipped:
 def read_variants(
     path: Path, columns: VariantColumns = COLUMNS, *, skipped: Skipped | None = None
 ) -> Iterator[Variant]:
-    """Yield the variants of a VCF, or of a table with `columns`.
-
-    Each alternative is a variant of its own, with its own value of INFO entries of Number A or R.
-    Records without one (`.`) are counted in `skipped`.
-    """
+    """Yield the variants of a VCF, or of a table with `columns`, one per alternative."""
     without = Skipped() if skipped is None else skipped
     per_allele: dict[str, str] = {}
     number = variants = 0

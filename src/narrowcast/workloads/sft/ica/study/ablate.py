@@ -47,10 +47,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 
 def difference(one: Sums, others: Sums, tokens: Sums, *, seed: int) -> Interval:
-    """Return the difference of mean losses with a bootstrap interval over documents and masks.
-
-    `one` (documents) and `others` (masks, documents) are sums of losses per document.
-    """
+    """Return the difference of mean losses with a bootstrap interval over documents and masks."""
     chance = np.random.default_rng(seed)
     documents, masks = len(one), len(others)
     drawn = chance.multinomial(documents, np.full(documents, 1 / documents), size=TIMES)
