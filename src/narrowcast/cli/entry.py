@@ -1,7 +1,6 @@
-"""The command `narrowcast`: its verbs, and how whatever they end with becomes an exit code.
+"""The command `narrowcast`: its verbs and exit codes.
 
-Verbs import torch, pydantic and rich inside their functions, so that help and a misspelt word are
-answered at once.
+Verbs import torch, pydantic and rich inside their functions, so that help is fast.
 """
 
 import contextlib

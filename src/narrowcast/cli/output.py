@@ -1,8 +1,4 @@
-"""The output of this process: where it can be lost, and what then.
-
-A reader may close its end of a pipe, a disk may be full, a terminal may vanish. A command whose
-whole purpose was to print ends then; a run does not, see `outlive_output`.
-"""
+"""The output of this process, and what happens when it is lost (closed pipe, full disk)."""
 
 import io
 import os
@@ -34,8 +30,7 @@ class _Output(io.FileIO):
 def open_output() -> None:
     """Open streams that exist and that raise OutputLostError when they are lost.
 
-    A stream that is closed (`>&-`) would be None, and its number would go to the next file that is
-    opened: whatever prints by number would then print into the run's records.
+    The number of a closed stream (`>&-`) would go to the next file opened, such as the records.
     """
     sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY), encoding="utf-8")
     sys.stdout = _opened(sys.stdout)

@@ -1,7 +1,4 @@
-"""Recipes: settings files, command line settings that win over them, and who set what.
-
-Names are imported when first used, so that a workload can be described without pydantic.
-"""
+"""Recipes. Names are imported when first used, so that a workload needs no pydantic."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

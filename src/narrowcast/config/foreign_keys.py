@@ -1,7 +1,6 @@
 """Keys of other trainers' flat files, and what to write for them in a recipe.
 
-From FunctionalNetworksSFT, `transformers.TrainingArguments` and the mixed-precision trainer. Keys
-that have the same name here, in a section, need no entry: they are found by name.
+From FunctionalNetworksSFT, `transformers.TrainingArguments` and the mixed-precision trainer.
 """
 
 from __future__ import annotations

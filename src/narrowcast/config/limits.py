@@ -1,8 +1,4 @@
-"""How much a recipe may ask for: more than any machine trains, so that a slip is said at once.
-
-Every number and every text of a recipe has an upper bound. Those of a workload stand with its own
-settings.
-"""
+"""Upper bounds of a recipe's numbers and texts: more than any machine trains."""
 
 MOST_STEPS = 10**9
 """At a millisecond a step, eleven days; at a second, thirty years."""
@@ -19,8 +15,7 @@ MOST_WORKERS = 1024
 MOST_AHEAD = 1024
 """Batches kept ready, all of them in the host's memory."""
 LARGEST_RATE = 1e6
-"""Of learning rates, decays and weights of a loss: one step at it throws any weight far beyond what
-fp16 holds."""
+"""For learning rates, decays and loss weights: one step takes any weight beyond what fp16 holds."""
 LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 """Norms and losses are kept in fp32; a bound beyond it would never be met."""
 LARGEST_SCALE = 2.0**126
@@ -40,7 +35,6 @@ MOST_ENTRIES = 1000
 MOST_OVERRIDES = 10_000
 """Globs that have a policy of their own; a large mixture of experts has as many modules."""
 LARGEST_FILE = 2**20
-"""Bytes of a recipe; one that sets everything has four thousand, ten thousand paths of texts take
-300 KiB, and YAML is read at some 100 KiB a second."""
+"""Bytes of a recipe. A full one has 4,000, and YAML is read at about 100 KiB per second."""
 MOST_TOLD = 10
 """Problems that a message lists; the rest is counted."""

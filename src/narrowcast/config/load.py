@@ -71,10 +71,7 @@ def load_recipe(
     sections: SectionsOf,
     shipped: Mapping[str, Path] = MappingProxyType({}),
 ) -> LoadedRecipe:
-    """Load a recipe by its name in `shipped`, or a file, with KEY=VALUE words that win over it.
-
-    One ConfigError lists everything that is wrong.
-    """
+    """Load a recipe by its name in `shipped` or from a file, with KEY=VALUE overrides."""
     matched = read_source(source, shipped)
     arguments = list(overrides)
     try:
@@ -103,10 +100,7 @@ def from_resolved(
     sections: SectionsOf,
     text: str = "",
 ) -> LoadedRecipe:
-    """Load the recipe of an earlier run from its `resolved.json`, with words that win over it.
-
-    `text` is the recipe file that run was given.
-    """
+    """Load the recipe of an earlier run from its `resolved.json` and `text`, its recipe file."""
     arguments = list(overrides)
     for key, entry in resolved.items():
         if not isinstance(entry, Mapping) or set(entry) != {"value", "origin"}:

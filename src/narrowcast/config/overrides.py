@@ -41,7 +41,6 @@ class Overrides:
     problems: Problems = field(default_factory=Problems)
 
     def add_file(self, document: Document, *, origin: str, shown_as: str) -> None:
-        """Add what a recipe file sets."""
         for line, text in document.problems:
             self.problems.add(f"{shown_as}:{line}: {text}")
         with self._one_length():
@@ -54,7 +53,6 @@ class Overrides:
             self._add(tuple(key.split(".")), entry["value"], source)
 
     def add_arguments(self, terms: Iterable[str]) -> None:
-        """Add the KEY=VALUE words of a command line."""
         with self._one_length():
             for word in terms:
                 self._add_word(word)

@@ -1,8 +1,6 @@
-"""The workloads there are: those that come with the package, and those that pip has added.
+"""The workloads of the package, and those of the entry point group `narrowcast.workloads`.
 
-A package adds one with an entry point in the group `narrowcast.workloads`, whose name is that of
-the workload and whose value leads to a `Workload`. One that is broken is so for whoever asks for
-it, and for nobody else.
+A broken one raises only when it is used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The settings of a recipe: those every one has, and the sections its workload adds.
-
-A workload adds `data`, which extends `DataSection`, `model`, and any others of its own, all of
-which extend `Section`. They reach the loader as one `Sections` value, so that this package knows no
-workload.
-"""
+"""The settings of a recipe: those every one has, and the sections its workload adds."""
 
 from __future__ import annotations
 
@@ -265,10 +260,7 @@ class Recipe(CommonSettings):
     )
 
     def for_samples(self, samples: int) -> Recipe:
-        """Return the recipe with as many steps as its epochs have over so many samples.
-
-        One that is settled already is returned as it is.
-        """
+        """Return the recipe with as many steps as its epochs have over so many samples."""
         if self.is_settled or self.epochs is None:
             return self
         # Over all of them at once: a step is never short, so rounded up for each it would be more.

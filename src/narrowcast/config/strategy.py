@@ -181,7 +181,6 @@ class StrategySection(Section):
 
     @property
     def has_jumps(self) -> bool:
-        """Whether jumps of the weights are tried."""
         return self.is_hybrid and self.preset == "aggressive"
 
     @property
@@ -191,7 +190,6 @@ class StrategySection(Section):
 
     @property
     def has_phase_policies(self) -> bool:
-        """Whether phases have formats of their own."""
         return self.is_hybrid and (self.precision != "policy" or bool(self.policies))
 
     def conflicts(self) -> Iterator[Conflict]:

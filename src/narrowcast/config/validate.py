@@ -19,11 +19,10 @@ from narrowcast.config.yaml_text import KeyPath, parse_scalar
 
 
 def validate(overrides: Overrides, sections: Sections, *, shown_as: str) -> Recipe | None:
-    """Build the recipe; where that fails, add what is wrong to `overrides.problems` instead.
+    """Build the recipe, or add what is wrong to `overrides.problems`.
 
-    pydantic checks settings against each other only where each is fine alone. So a wrong setting is
-    left out and the rest checked again, until no new problem appears; a setting that is known to
-    be wrong is not reported twice.
+    pydantic checks settings against each other only where each is valid alone. So wrong settings
+    are left out and the rest is checked again, until no new problem appears.
     """
     wrong: set[KeyPath] = set()
     while True:

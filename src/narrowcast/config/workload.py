@@ -1,7 +1,4 @@
-"""What a workload is, as a value of names: nothing heavy is imported until it is asked for.
-
-The standard library only, so that help can list what is installed at once.
-"""
+"""A workload as a value of names. Imports the standard library only, so that help is fast."""
 
 from __future__ import annotations
 

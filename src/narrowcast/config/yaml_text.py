@@ -1,8 +1,7 @@
 """YAML 1.2 to plain values, with the line of every key.
 
-Scalars follow the core schema of YAML 1.2.2 (§10.3.2) to the letter, so `1e-4`, `1.0E-4` and
-`.1e3` are numbers and `yes` is text. ruamel.yaml reads the structure only: its own table of
-scalars takes `.1e3` for text.
+Scalars follow the core schema of YAML 1.2.2 (§10.3.2). ruamel.yaml reads the structure only: its
+own table of scalars takes `.1e3` for text.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class YamlError(ConfigError):
     """A text that is not YAML, and the line where that shows."""
 
     def __init__(self, message: str, line: int) -> None:
-        """Store the line with the message."""
         super().__init__(message)
         self.line = line
 

@@ -51,10 +51,9 @@ def active_formats(
     *,
     phases: Sequence[Mapping[str, Any]] = (),
 ) -> InForce:
-    """Apply the changes to the plan in the order they were made.
+    """Apply the changes, whose modules may be globs, to the plan in the order they were made.
 
-    A module may be named by a glob, and need not be in the plan. A change of the whole model
-    overrules the changes of single modules before it; what it gives each is known from `phases`.
+    A change of the whole model overrules the changes of single modules before it.
     """
     names = [str(module.get("name", "")) for module in modules]
     began: dict[str, str] = {}

@@ -25,11 +25,7 @@ FILE = "report.html"
 
 
 def write_report(run_path: str | Path, *, sections: ReportSections | None = None) -> Path:
-    """Write the page of the run in `run_path`, and return where it is.
-
-    The page depends on the folder's files alone: not on their path, nor on the time. `sections`
-    draws those of the run's workload; without it there are none.
-    """
+    """Write the page of the run in `run_path`, from its files alone, and return its path."""
     path = Path(run_path)
     data = read_run(path)
     own = sections(path, data.records) if sections is not None else ()

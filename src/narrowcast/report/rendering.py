@@ -1,12 +1,7 @@
-"""From a template and its values to a page: one file that carries everything it needs.
+"""Renders a template to one file that carries everything it needs.
 
-A page may load nothing, and may run nothing but the two scripts it was made with: its
-Content-Security-Policy says so, by the scripts' hashes. That is also why plotly's own addresses
-(maps, fonts, its editor) cannot be fetched, and why a run's texts could not run even unescaped.
-
-Plotly is 4.8 MB of text, of which no page needs to send more than the 2.0 MB it packs to; every
-browser since 2023 unpacks it (`DecompressionStream`). The packed bytes, and so the page's, are
-the same for one plotly and one zlib.
+The Content-Security-Policy allows only the page's two scripts, by their hashes, and no requests.
+Plotly is packed from 4.8 to 2.0 MB, and browsers since 2023 unpack it (`DecompressionStream`).
 """
 
 import base64

@@ -81,7 +81,6 @@ class RunData:
     """All of them, in their order, for sections that a workload draws."""
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Return what the recipe set `key` to."""
         return self.settings.get(key, {}).get("value", default)
 
     @property
@@ -109,12 +108,10 @@ class RunData:
 
     @property
     def requested_steps(self) -> int:
-        """The steps of its recipe."""
         return int(self.setting("steps", 0))
 
     @property
     def improvement(self) -> Improvement:
-        """How its evaluations have gone."""
         min_delta = delta_in(self.setting("eval.min_delta"))
         return measure_improvement(self.evals, metric=self.task.headline, min_delta=min_delta)
 
@@ -174,7 +171,6 @@ class RunData:
 
     @property
     def modules(self) -> list[Mapping[str, Any]]:
-        """The modules of the plan."""
         return list((self.plan or {}).get("modules", []))
 
     @property

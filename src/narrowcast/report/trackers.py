@@ -1,11 +1,6 @@
-"""Trackers that get the records of a run as it goes on: TensorBoard, and W&B without a network.
+"""Trackers that get the records of a run: TensorBoard, and W&B in offline mode.
 
-One that fails is disabled with a warning, and the run goes on. A tracker gets what `records.jsonl`
-holds and nothing else, so it can catch up at any time.
-
-TensorBoard's files are written by torch's writer rather than tensorboardX: torch is here anyway,
-and its writer can take back steps (purge_step). W&B's offline files are never sent; `wandb sync`
-uploads them.
+TensorBoard's files are written by torch's writer, which can take back steps (purge_step).
 """
 
 import os
@@ -64,12 +59,10 @@ class Trackers:
                 self._open[name] = tracker
 
     def take(self, record: Record) -> None:
-        """Pass `record` on to all that are left."""
         for name, tracker in list(self._open.items()):
             self._tried(name, partial(tracker.take, record))
 
     def close(self) -> None:
-        """Close all that are left."""
         for name, tracker in list(self._open.items()):
             self._tried(name, tracker.close)
         self._open.clear()
@@ -178,15 +171,13 @@ class TensorBoard:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write everything to disk."""
         self._writer.close()
 
 
 def _wait_past(name: str) -> None:
     """Wait until a new event file sorts behind `name`, for less than a second.
 
-    TensorBoard reads files in the order of their names, which count whole seconds; of two from
-    one second, those of the process with the larger number would come last.
+    TensorBoard reads files in the order of their names, which count whole seconds.
     """
     second = re.match(r"events\.out\.tfevents\.(\d{10})\.", name)
     left = float(second[1]) + 1 - time.time() if second else 0.0
@@ -256,7 +247,6 @@ class WeightsAndBiases:
             self._row[name] = f"{before}\n{text}" if before else text
 
     def close(self) -> None:
-        """Write the last row, and end."""
         self._write()
         self._run.finish()
 

@@ -1,8 +1,4 @@
-"""A plan for people: what the task and the strategy set, the phases, and a table of the modules.
-
-Where there is room every row has its reason; on a narrow terminal reasons, which are few and long,
-get a letter each and stand below.
-"""
+"""A plan as text. On a narrow terminal each reason gets a letter and is written below the table."""
 
 from collections.abc import Mapping, Sequence
 from string import ascii_lowercase

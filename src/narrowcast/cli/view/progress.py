@@ -49,7 +49,6 @@ class RunDisplay:
         self._skips, self._findings = _Sparingly(), _Sparingly()
 
     def show(self, record: Record) -> None:
-        """Show what happened."""
         match record:
             case StepRecord():
                 self.tally = self.tally.after(record)

@@ -1,7 +1,6 @@
-"""The pieces charts are made of: lines, points, marks and axes, in one style, as plotly's data.
+"""Lines, points, marks and axes of charts, as plotly's data.
 
-A colour is written `@name`, for the custom property `--name` of the page's style sheet: the page
-fills it in when it draws, so that charts follow a switch between light and dark.
+The page replaces a colour `@name` by its custom property `--name`, to follow light and dark.
 """
 
 import html

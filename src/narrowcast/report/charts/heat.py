@@ -1,8 +1,4 @@
-"""The heat map: what every tensor lost, over the run, with the worst of each stretch of steps.
-
-A screen has a few hundred columns to give, a long run has thousands of samples. Each column is the
-worst of the samples it stands for, so that one bad step stays visible however long the run.
-"""
+"""The heat map: what every tensor lost, with the worst sample of each column of steps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +11,6 @@ from narrowcast.report.phrases import count, decibels, proportion, value
 from narrowcast.runs.records import HealthRecord
 
 MEASURES = ("snr_db", "overflow", "underflow", "nonfinite")
-"""What a heat map can show."""
 ROLES = ("input", "weight", "output", "grad_output", "grad_weight", "update")
 """In the order a step meets them; a role of another name comes after them."""
 
@@ -179,11 +174,9 @@ class HeatMap:
 
 
 def heat_map(records: Sequence[HealthRecord]) -> HeatMap | None:
-    """Make the heat map of a run; nothing where nothing was sampled.
+    """Return the heat map of a run, or None without samples.
 
-    Its data: `edges` of the columns in steps, `spans` (first and last sampled step of each), `rows`
-    (module, role, format), and for each measure a row of values by tensor: a list, or one number
-    where it never changes.
+    For each measure a tensor has a list of values, or one number where it never changes.
     """
     records = sorted(records, key=lambda record: record.step)
     matches = tensors(records)

@@ -1,9 +1,4 @@
-"""Long series made short enough to draw, without hiding a spike, a gap or a skipped step.
-
-A chart is about a thousand pixels wide, so ten thousand points are ink on ink. Every function here
-is deterministic, and keeps what a reader would look for: the extremes of each stretch, the first
-and the last point, every stretch in which a value was not finite, and every skipped step.
-"""
+"""Shortens long series for drawing, and keeps extremes, gaps and skipped steps."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +21,6 @@ class Series:
 
     @property
     def finite(self) -> tuple[float, ...]:
-        """The values without the gaps."""
         return tuple(y for y in self.values if y is not None)
 
 

@@ -38,7 +38,6 @@ class Comparison:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return {
             "metric": self.terms.metric.name,
             "lower_is_better": self.terms.metric.better == "lower",
@@ -61,11 +60,9 @@ INTERVAL = (
 def compare(
     folders: Sequence[str], *, metric: str | None = None, target: float | None = None
 ) -> Comparison:
-    """Compare the runs in `folders`; refuse those that cannot be.
+    """Compare the runs in `folders`.
 
-    `metric` is the first one of their task that every run was evaluated by, or the training loss;
-    `loss/NAME` is a part of the training loss. `target` is the best value that even the worst of
-    the runs reached.
+    `target` defaults to the best value that even the worst of the runs reached.
     """
     _check_repeated(folders)
     if target is not None and not math.isfinite(target):

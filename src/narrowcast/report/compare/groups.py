@@ -26,16 +26,13 @@ class Estimate:
 
     @property
     def low(self) -> float | None:
-        """The lower end."""
         return None if self.half_width is None else self.mean - self.half_width
 
     @property
     def high(self) -> float | None:
-        """The upper end."""
         return None if self.half_width is None else self.mean + self.half_width
 
     def to_json(self) -> dict[str, float | int | None]:
-        """Return plain data."""
         return {"mean": self.mean, "low": self.low, "high": self.high, "n": self.n}
 
 
@@ -138,11 +135,9 @@ class Group:
 
     @property
     def seeds(self) -> tuple[Any, ...]:
-        """The seeds, each once."""
         return tuple(dict.fromkeys(run.seed for run in self.runs))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         estimates = ("at_step", "at_seconds", "against", "seconds_to", "steps_to")
         results = {name: getattr(self, name) for name in estimates}
         return {

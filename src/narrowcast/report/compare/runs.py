@@ -45,7 +45,6 @@ class ComparedRun:
 
     @property
     def seed(self) -> Any:
-        """The seed of the run."""
         return self.data.setting("seed", 0)
 
     @property
@@ -70,7 +69,6 @@ class ComparedRun:
         return next((p for p in self.points if not metric.is_better(target, p.value)), None)
 
     def best(self, metric: Metric) -> float | None:
-        """Return the best value of all."""
         values = [p.value for p in self.points]
         return None if not values else min(values) if metric.better == "lower" else max(values)
 

@@ -28,7 +28,6 @@ class Skips:
     """Skipped steps, those in a row with one reason and one scale as one row."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.epoch = self.added = 0
         self._marks: list[Mark] = []
 
@@ -36,7 +35,6 @@ class Skips:
         return len(self._marks)
 
     def add(self, record: StepRecord) -> None:
-        """Take one more skipped step."""
         self.added += 1
         add_mark(self._marks, record, why=for_page(record.skip_reason))
         if len(self._marks) > MOST_MARKS:
@@ -80,7 +78,6 @@ class Event:
     times: int = 1
 
     def row(self) -> dict[str, Any]:
-        """Return the event as a page takes it."""
         return {name: value for name, value in asdict(self).items() if name != "moved"}
 
 
@@ -89,7 +86,6 @@ class Events:
     """Findings and changes of format; findings that say the same of one place are one event."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.moves = 0
         """How often they have changed."""
         self.findings = self.changes = 0
@@ -157,7 +153,6 @@ class Changes:
     """The steps at which formats changed, for a chart; the newest of them."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.epoch = self.added = 0
         self._rows: list[list[Any]] = []
 
@@ -165,7 +160,6 @@ class Changes:
         return len(self._rows)
 
     def add(self, record: PrecisionRecord) -> None:
-        """Take one more change."""
         self.added += 1
         text = for_page(f"{named(record.module)} {record.before} → {record.after}")
         if self._rows and self._rows[-1][0] == record.step:

@@ -1,8 +1,4 @@
-"""All that a live page shows of one run's records, kept small however long the run is.
-
-A curve's steps fall into a bounded number of buckets. When there are too many, each two neighbours
-become one. A bucket keeps its least value, its greatest, and that there was a gap.
-"""
+"""What a live page shows of one run's records, in a bounded number of buckets per curve."""
 
 import math
 from collections import deque
@@ -174,7 +170,6 @@ class LiveData:
         self.curves = {name: Curve(MOST_BUCKETS.get(name, SMALL_BUCKETS)) for name in CURVES}
 
     def add(self, record: Record) -> None:
-        """Take the next record."""
         metric = self.task.headline
         self.vitals = self.vitals.after(record, headline=metric.name)
         self.improvement = self.improvement.after(record, metric=metric, min_delta=self._min_delta)

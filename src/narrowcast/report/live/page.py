@@ -1,7 +1,6 @@
-"""The live page as it is served: one document with nothing of a run in it, and plotly beside it.
+"""The live page: one document for every run.
 
-All that comes from a run arrives later, as data, and is set as text. So the page is the same for
-every run, and a run's names have no way to become markup.
+A run's names arrive later as data and are set as text, so they cannot become markup.
 """
 
 import gzip
@@ -92,8 +91,7 @@ SMALL = {
     "lr": "Learning rate",
     "lost": "Lost updates",
 }
-"""Small charts and their titles; one that never gets a value is not shown. What a run counts
-arrives with its head, and names the speed."""
+"""Small charts and their titles; one that never gets a value is not shown."""
 
 
 def figures() -> dict[str, dict[str, Any]]:

@@ -1,8 +1,7 @@
-"""A web server for one page and one run, that nobody but this machine's users can reach.
+"""A web server for one page and one run, on 127.0.0.1 only.
 
-It listens on 127.0.0.1 and nowhere else, answers GET and HEAD, and knows three paths, none of
-which names a file. A request must ask for this machine by a name that no stranger's domain can
-have: otherwise a web page elsewhere could point its own name here and read along (DNS rebinding).
+It checks the requested host name, because a foreign page could point its own name here and read
+along (DNS rebinding).
 """
 
 import json
@@ -26,8 +25,7 @@ EVENTS = "/events"
 DEFAULT_PORT = 6116
 """Near TensorBoard's 6006, past the ports of X11 and those that browsers refuse."""
 NAMES = frozenset({"127.0.0.1", "localhost"})
-"""What a request may call this machine. The port is not looked at: a tunnel (`ssh -L`) has its
-own, and it takes no part in rebinding."""
+"""Allowed host names. The port is not checked: a tunnel (`ssh -L`) has its own."""
 MOST_CONNECTIONS = 48
 MOST_STREAMS = 32
 """Pages that are open at once; a browser opens six at most."""
@@ -64,7 +62,6 @@ class WatchServer(socketserver.ThreadingTCPServer):
 
     @property
     def url(self) -> str:
-        """The address of the page."""
         return f"http://{ADDRESS}:{self.server_address[1]}/"
 
     def run(self) -> None:
@@ -90,7 +87,6 @@ class WatchServer(socketserver.ThreadingTCPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and make room for the next."""
         try:
             super().process_request_thread(request, client_address)
         finally:

@@ -8,8 +8,7 @@ from narrowcast.report.summary import RunEnding
 from narrowcast.runs.commands import resume_command
 
 QUIET_SECONDS = 5.0
-"""A run whose lock is free may still have written this long ago from another machine, on a disk
-whose locks are not shared."""
+"""Seconds after the last record: a disk may not share the locks of another machine."""
 STARTING_SECONDS = 1800.0
 """A first step may compile for minutes; nobody waits longer without asking why."""
 SILENT_SECONDS = 120.0
@@ -41,7 +40,6 @@ class LiveProgress:
 
     @property
     def is_done(self) -> bool:
-        """Whether no step is left to take."""
         return self.step >= self.requested_steps or bool(self.ended_early)
 
 

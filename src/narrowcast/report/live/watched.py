@@ -1,7 +1,4 @@
-"""A run folder under observation: looked at when a page asks, and told as what has changed.
-
-Nothing is read while nobody looks.
-"""
+"""The changes of a run folder since the last request. Nothing is read between requests."""
 
 import contextlib
 import math
