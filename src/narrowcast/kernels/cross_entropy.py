@@ -1,10 +1,6 @@
 """The cross-entropy of rows of logits, and its gradient written over them, in one launch.
 
-A program takes a row: it reads the logits once for their largest and the sum of exponentials, and
-once more to put the gradient in their place. The second read comes from the L2 cache while the rows
-in flight fit it (two programs on each of 132 processors hold 27 MB of 50304 16-bit logits), so a
-pass moves two bytes in and two out for each 16-bit logit, and four bytes a row for the loss.
-Nothing is allocated but the losses. The arithmetic is fp32 whatever the logits are.
+Each program reads its row twice; the second read comes from the L2 cache. The arithmetic is fp32.
 """
 
 import torch
@@ -29,12 +25,10 @@ def cross_entropy_(
     lift: float = 1.0,
     factors: Tensor | None = None,
 ) -> Tensor:
-    """Return each row's loss in fp32; where a gradient is asked for, `logits` become it.
+    """Return each row's loss in fp32; for a gradient, overwrite `logits` (rows, columns) with it.
 
-    The gradient of a row's loss is multiplied by `lift`, a power of two, and by the row's own
-    factor where `factors` (fp32) are given. `logits` is (rows, columns) with columns side by side,
-    and destroyed only for a gradient. A row to be ignored has loss and gradient zero. One whose
-    target is no column has NaN for both, so that a mistake in the data is seen without a wait.
+    An ignored row has loss and gradient zero. A target out of range gives NaN, which shows the
+    mistake without a synchronisation. `lift` is a power of two.
     """
     if unsupported_reason(logits.device):
         return cross_entropy_twin_(

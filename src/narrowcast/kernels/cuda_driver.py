@@ -1,8 +1,6 @@
-"""Compiled kernels launched by CUDA's own call, `cuLaunchKernelEx`.
+"""Launch compiled kernels by CUDA's own call, `cuLaunchKernelEx`.
 
-Triton has a C compiler make a program for every signature that a kernel is launched with, about ten
-for a model, in the first step on a machine. The call itself has one signature, and takes the host
-no longer.
+Triton compiles a C program for every launch signature, about ten per model.
 """
 
 import contextlib

@@ -1,15 +1,7 @@
 """Scale, cast to fp8 and transpose a matrix in one read of it.
 
-A product on fp8 tensor cores wants both operands contiguous along the dimension that is summed, so
-an activation is needed as it is for one product and transposed for the next. One pass reads 2 bytes
-an element and writes 1 for each layout; on the way it notes the largest magnitude, which is what
-the next step's scale comes from, and how many values the cast lost. Without a scale from the past,
-a pass before it takes that of the matrix itself. Rows are filled up with zeros to a multiple of 16,
-which adds nothing to a product.
-
-Inside `torch.compile` this is one opaque operator, `narrowcast::quantize_fp8`, or with a scale that
-is given `narrowcast::quantize_fp8_by`: no graph break, and the same kernel as in eager mode. Where
-Triton has no kernels, plain torch does the same in more passes.
+fp8 products need both operands contiguous along the summed dimension, so an activation is needed in
+both layouts. Rows are padded with zeros to a multiple of 16.
 """
 
 import functools
@@ -41,11 +33,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @final
 class DecidedScales:
-    """Which scales are used as they are; any other is undecided, and the next matrix decides it.
-
-    Known to the host, so that no step asks the device, and by address, because only tensors go
-    through a compiled graph.
-    """
+    """Addresses of the scales that are set, which the host knows without a synchronisation."""
 
     def __init__(self) -> None:
         self._addresses: set[int] = set()
@@ -79,11 +67,7 @@ DECIDED = DecidedScales()
 
 
 class Quantized(NamedTuple):
-    """A matrix in fp8: as it is, transposed, and what to multiply either with to have it back.
-
-    A layout that was not asked for is empty. Where the matrix is scaled as a whole, the scales of
-    both layouts are the same tensor of one number.
-    """
+    """A matrix in fp8, in one or both layouts; a layout that is not needed is empty."""
 
     rowwise: Tensor
     """(rows, columns)"""
@@ -110,16 +94,11 @@ def quantize(
     activation: str = "",
     second: Tensor | None = None,
 ) -> Quantized:
-    """Return a matrix in fp8, in one or both layouts.
+    """Return a matrix in fp8, in one or both layouts; inf and NaN become NaN.
 
-    Without `scale_inv` the scale is the largest power of two that keeps every value. With it, one
-    number on the device, that scale is used and larger values saturate; the first time the matrix
-    itself decides it. `cast_stats` are four int32, of which the first becomes the largest magnitude
-    as bits if it is larger than what is there; to the others are added how many values were looked
-    at (by a kernel, about one in seven), how many of these were beyond the format's range, and how
-    many became zero that were not. What is not finite becomes NaN. With an activation the matrix is
-    quantised after it: `gelu` of x, `gelu_backward`, x times the derivative at `second`, or
-    `gated_silu`, `gated_gelu` or `gated_gelu_tanh`, `second` times the activation of x.
+    Without `scale_inv` the scale is the largest power of two that keeps every value. With it,
+    larger values saturate. `cast_stats` are four int32: the bits of the largest magnitude, and
+    counts of sampled (about one in seven), saturated and flushed values.
     """
     ops, how = torch.ops.narrowcast, (cast_stats, rowwise, columnwise, activation, second)
     if not torch.compiler.is_compiling():

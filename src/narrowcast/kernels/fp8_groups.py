@@ -1,22 +1,9 @@
-"""Cast a matrix to fp8 with one scale per row or per block of 128; and widen e4m3 rows back.
+"""Cast a matrix to fp8 with one scale per row or per block of 128, and widen e4m3 rows back.
 
-A scale belongs to values along the dimension that is summed, so as it is and transposed a matrix
-has different scales, and so different codes. An unwanted layout is empty. What is not finite
-becomes NaN.
-
-`row`: one pass takes the largest magnitudes of all rows and columns (2 bytes an element), a second
-makes both casts from one read (2 bytes, and 1 for each layout): as many bytes as with one scale of
-the matrix's own. Rows are filled up with zeros to a multiple of 16.
-
-`block` is 128 values along the dimension that is summed and `square` 128 × 128, for weights: its
-scale is made from what the program has just read, without a pass before it. Rows are filled up with
-zeros to a multiple of 128. The scales lie as cuBLAS reads them: (blocks, rows) for blocks of 1 ×
-128, and for 128 × 128 (blocks of rows, blocks of columns), each line filled up to a multiple of
-four.
-
-Back, a byte an element is read and 2 or 4 are written, in one pass where torch would cast and then
-scale. Inside `torch.compile` these are the operators `narrowcast::quantize_fp8_groups` and
-`narrowcast::widen_fp8_rows`.
+Scales belong to the summed dimension, so the two layouts have different scales and codes. Rows are
+padded with zeros to a multiple of 16, blocks to 128. Scales lie as cuBLAS reads them: (blocks,
+rows) for 1 × 128, and (blocks of rows, blocks of columns) for 128 × 128, each line padded to a
+multiple of four.
 """
 
 import torch
@@ -38,11 +25,7 @@ def quantize_groups(
     columnwise: bool = True,
     factors: Tensor | None = None,
 ) -> Quantized:
-    """Return a matrix in fp8 with scales by `groups`: `row`, `block` or `square`.
-
-    Blocks need a width that is a multiple of 128. With `factors`, fp32 and for rows only, each
-    column is multiplied by its own on the way.
-    """
+    """Return a matrix in fp8 with scales by `groups`. Blocks need a width that 128 divides."""
     compiling = torch.compiler.is_compiling()
     call = torch.ops.narrowcast.quantize_fp8_groups if compiling else _quantize
     return Quantized(*call(x, target, groups, rowwise, columnwise, factors))
@@ -53,9 +36,8 @@ def widen_rows(
 ) -> Tensor:
     """Return e4m3 codes times the inverse scale of their row, rounded once to `dtype`.
 
-    Codes of NaN are not known here, and inverse scales are at most 2¹¹⁹. `again` says that this is
-    for a backward pass: a compiler that sees two equal calls makes one, and keeps its result from
-    the forward pass on, which takes the memory that keeping codes saves.
+    `again` marks the backward pass: a compiler would merge two equal calls and keep the result.
+    Codes of NaN are not supported, and inverse scales are at most 2¹¹⁹.
     """
     compiling = torch.compiler.is_compiling()
     call = torch.ops.narrowcast.widen_fp8_rows if compiling else _widen

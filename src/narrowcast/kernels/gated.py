@@ -1,10 +1,7 @@
-"""A gate's activation times what it lets through (SwiGLU, GeGLU), in one pass each way.
+"""The product of an activated gate and a value (SwiGLU, GeGLU), in one pass each way.
 
-The forward pass reads gate and value and writes their product, 6 bytes an element of 16 bits;
-composed in torch it is 10, and the activation is kept as well. The backward pass reads both and the
-gradient, and writes two: 10 bytes. Computed in fp32 and rounded once. Gate and value may be halves
-of one tensor, as some models multiply them; then their gradients are halves of one too. Inside
-`torch.compile` these are the operators `narrowcast::gated` and `narrowcast::gated_back`.
+Computed in fp32 and rounded once. If gate and value are halves of one tensor, so are their
+gradients.
 """
 
 from typing import Any, Literal

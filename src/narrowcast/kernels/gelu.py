@@ -1,9 +1,7 @@
-"""The exact GELU in 16 bits, at the speed of memory, and its gradient beside its value.
+"""The exact GELU in 16 bits, at the speed of memory, and its gradient.
 
-libdevice's erf takes three times the instructions of the formula here, and with them longer than
-reading and writing the tensor. The backward kernel gives the value again (2 bytes more written an
-element), so that a forward pass need not keep it: of the widest tensors of a transformer, one of
-two. Inside `torch.compile` these are the operators `narrowcast::gelu` and `narrowcast::gelu_back`.
+libdevice's erf takes three times the instructions. The backward kernel computes the value again, so
+the forward pass need not keep it.
 """
 
 import torch

@@ -8,11 +8,7 @@ from narrowcast.kernels.instruction import instruction
 
 @triton.jit
 def share_and_gauss(x, BY_BITS: tl.constexpr):
-    """The share of a normal distribution below x, and exp(-x²/2); each to about 1e-7
-
-    By Abramowitz and Stegun 7.1.26 and the GPU's own reciprocal and power: a third of the
-    instructions that libdevice's erf takes. Both arguments are where these need no care.
-    """
+    """Return the normal CDF and exp(-x²/2) to about 1e-7 (Abramowitz and Stegun 7.1.26)."""
     below = 1.0 + 0.2316418882663604 * tl.abs(x)
     exponent = x * x * -0.7213475204444817
     if BY_BITS:
@@ -46,9 +42,7 @@ def share_and_slope(x, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr):
 
 @triton.jit
 def activated(x, other, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr):
-    """Return x, its GELU, x as a gradient taken back through the GELU of the other, or the product
-    of the other and the activation of x.
-    """
+    """Apply the activation to x; for `gelu_backward`, x is the gradient and `other` the input."""
     if ACTIVATION == "gelu":
         share, gauss = share_and_gauss(x, BY_BITS)
         return x * share

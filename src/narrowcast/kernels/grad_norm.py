@@ -1,8 +1,6 @@
-"""The norms of many gradients in one read of each: 2 bytes a weight in bf16, nothing written.
+"""The norms of many gradients in one read of each, in fp32 and bit for bit reproducible.
 
-Each program sums the squares of one chunk into its own place, and one program a tensor sums those,
-always in the same order: no atomics, so the same gradients give the same norm bit for bit. Sums are
-in fp32, so a gradient whose square overflows fp32 has an infinite norm, as one of NaN has NaN.
+Sums have a fixed order and no atomics. A gradient whose square overflows fp32 has an infinite norm.
 """
 
 from collections.abc import Sequence

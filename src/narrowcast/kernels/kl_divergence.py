@@ -1,9 +1,7 @@
-"""The KL divergence of rows of logits from others, and its gradient, in one launch each.
+"""The KL divergence between rows of logits, and its gradient, in one launch each.
 
-A program takes a row, reads both its logits once and keeps two numbers of it, the logarithms of the
-sums of exponentials, from which the backward pass makes both distributions again. So a pass moves
-four bytes in for each pair of 16-bit logits, and its backward pass two out besides; nothing is
-allocated but the gradient and three numbers a row. The arithmetic is fp32 whatever the logits are.
+The forward pass keeps two log-sums per row, from which the backward pass makes both distributions.
+The arithmetic is fp32.
 """
 
 import torch
@@ -20,9 +18,8 @@ BLOCK = 8192
 def kl_rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return KL(softmax(target) || softmax(output)) of each row, and what its gradient needs.
 
-    `output` is (groups, copies, rows, columns), `target` (groups, rows, columns), both contiguous:
-    each target row is compared with those of all copies. The results are fp32, (groups, copies,
-    rows) and (2, groups, copies, rows).
+    `output` is (groups, copies, rows, columns), `target` (groups, rows, columns), both contiguous.
+    The results are fp32, (groups, copies, rows) and (2, groups, copies, rows).
     """
     groups, copies, rows, columns = output.shape
     assert output.is_contiguous()

@@ -1,12 +1,7 @@
-"""Where Triton kernels can run: on CUDA devices, and anywhere under Triton's interpreter.
+"""Launch Triton kernels: on CUDA devices, or as numpy code with TRITON_INTERPRET=1.
 
-The interpreter runs a kernel as numpy code. It is Triton's own switch (TRITON_INTERPRET=1, set
-before Triton is imported), and how the kernels are tested on machines without a GPU.
-
-One launch walks over many tensors by tables on the device, with one program for each chunk of each
-tensor. The chunk table says which tensor and which part of it (16 bytes a chunk, made once; with
-256 elements a chunk, a byte for 16 weights); the address table says where tensors are (8 bytes
-each, rewritten only where they moved).
+One launch covers many tensors, with one program per chunk. The chunk table says which part of which
+tensor a program has, the address table where the tensors are.
 """
 
 import functools
@@ -31,8 +26,7 @@ _INT32 = 2**31
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Types of tensors that are one piece of memory; any other may be several, or stand for one."""
 _INTERPRETING = threading.Lock()
-"""Held while Triton interprets a kernel: it replaces its own functions meanwhile, and notes which
-program it is at, for the whole process."""
+"""Triton's interpreter replaces functions and notes its program for the whole process."""
 _KEPT = 1024
 """Launches of one kernel that are known by their very sizes; more are found by what they share."""
 
@@ -64,10 +58,9 @@ def is_capturing(device: torch.device | None = None) -> bool:
 
 
 def is_traced(*tensors: Tensor) -> bool:
-    """Return whether operators are followed: by a compiler, a mode, or tensors of another kind.
+    """Return whether a compiler, dispatch mode or tensor subclass has to see the operators.
 
-    Else a kernel is launched at once: what torch does between the call of an operator and the
-    function behind it takes the host as long as a launch.
+    Calling an operator takes the host as long as a launch.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
@@ -90,13 +83,10 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any
 
 @final
 class Launcher:
-    """Launches one Triton kernel, without what Triton's own way costs the host every time.
+    """Launches one Triton kernel without the 40 to 60 µs that Triton takes on the host per launch.
 
-    Triton reads off each argument what it would compile for, writes that as a text, looks for it
-    among its kernels, tells hooks that nobody has set, and asks the driver about each address: 40
-    to 60 µs. Which kernel it took is kept here by `specialised`, and given addresses. Tensors come
-    first among a kernel's arguments, then sizes, then constants, each of one type at its place;
-    what Triton looks at besides (its switches for debugging) counts as it was the first time.
+    Arguments are tensors, then sizes, then constants. Triton's debug switches count as at the first
+    launch.
     """
 
     def __init__(self, kernel: Any, *, views: Mapping[int, torch.dtype] | None = None) -> None:
@@ -228,8 +218,7 @@ def specialised(tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> tuple[An
 
 
 ALIGNMENT = 16
-"""Bytes of the widest load: a tensor that begins at a multiple of it, and whose length is one of as
-many elements, is read and written in whole ones."""
+"""Bytes of the widest load, which needs a tensor with address and length in multiples of it."""
 _CODES = {torch.int64: "q", torch.float64: "d"}
 """What Python calls the numbers of a table."""
 
@@ -237,8 +226,7 @@ _CODES = {torch.int64: "q", torch.float64: "d"}
 def chunk_table(sizes: Sequence[int], tensors: Sequence[int], *, chunk: int) -> Tensor:
     """Return one row per chunk of the chosen tensors: tensor, number of the chunk, elements left.
 
-    What is left is counted from the chunk's beginning and at most `chunk`; an empty tensor has no
-    chunk. The table is in the host's memory, as int32 of shape (chunks, 4).
+    The table is int32 of shape (chunks, 4), on the host.
     """
     rows = [_rows(t, sizes[t], chunk) for t in tensors]
     return torch.cat([torch.zeros((0, 4), dtype=torch.int32), *rows])
@@ -279,10 +267,9 @@ class HostTable:
         self._spares = [self._pinned(), self._pinned()]
 
     def write(self, numbers: Sequence[float], *, replayed: bool = True) -> None:
-        """Put numbers into the table, unless they are there already.
+        """Write numbers to the table if they changed. A captured graph writes them in every replay.
 
-        A CUDA graph under capture writes them whenever it is replayed: by then others may stand
-        there. With `replayed=False` it leaves them alone, so they must be there before.
+        With `replayed=False` a capture does not write, so they must be in the table before it.
         """
         capturing = is_capturing(self.tensor.device)
         if numbers == self._written and not (capturing and replayed):
@@ -311,10 +298,9 @@ class HostTable:
         self._spares += [self._pinned() for _ in range(2 - len(self._spares))]
 
     def stored_for_replays(self, numbers: Sequence[float]) -> Tensor:
-        """Return memory that holds these whenever a graph reads it; none is asked for here.
+        """Return memory that keeps these numbers for replays; a capture cannot allocate any.
 
-        With all of it taken since there was last made room, that of the graph before the last is
-        written over: it has been captured anew.
+        If none is spare, it reuses that of the graph before the last, which was captured again.
         """
         for written, host in self._stored:
             if written == list(numbers):

@@ -23,8 +23,7 @@ _BY_BITS = interpreted()  # whose own casts to fp8 are wrong
 def _assembly(name: str) -> tl.constexpr:
     """Return the instructions that cast four floats and pack the codes into a word.
 
-    As one piece: where codes are used both singly and packed into words, the ptxas that comes with
-    Triton 3.6 reads a register it has never written.
+    In one piece: ptxas of Triton 3.6 reads an unwritten register if codes are also used singly.
     """
     return tl.constexpr(
         f"""
@@ -53,12 +52,9 @@ def quantize_into(
     activation: str,
     second: Tensor | None,
 ) -> None:
-    """Write `x` in fp8 into `rowwise` and, transposed, into `columnwise`; an empty one is left out.
+    """Write `x` in fp8 into `rowwise` and, transposed, into `columnwise`; an empty one is skipped.
 
-    With `measured`, the bits of the largest magnitude, the scale is made from it and its inverse
-    written; without it `scale_inv` is read, and the largest magnitude goes into the first of the
-    `cast_stats`. The other three count the values of one tile in seven: all of them, the saturated,
-    and the flushed.
+    With `measured`, the bits of the largest magnitude, `scale_inv` is written; else it is read.
     """
     count, width = x.shape
     target = rowwise.dtype
@@ -245,10 +241,9 @@ def _count(
     ACTIVATION: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Add to the stats how many values were looked at, saturated and flushed to zero
+    """Count values that were sampled, saturated and flushed to zero.
 
-    Read again, which costs little where the cache still has them, and nothing where nobody counts:
-    kept in registers from the pass itself they made every tile slower.
+    It reads them from the cache again: keeping them in registers made every tile slower.
     """
     # What is at most half of the smallest value rounds to zero. As bits of magnitudes.
     half: tl.constexpr = 2.0**-10 if LARGEST == 448.0 else 2.0**-17

@@ -33,11 +33,7 @@ def quantize_groups_into(
     largest: float,
     factors: Tensor | None = None,
 ) -> None:
-    """Write `x` in fp8 as it is and transposed, with the inverse scales of either.
-
-    An empty result is left out. With `factors`, of its columns times theirs. Rows allocate one
-    int32 for each line.
-    """
+    """Write `x` in fp8 in both layouts, with inverse scales; an empty layout is skipped."""
     count, width = x.shape
     padded = rowwise.shape[0] if rowwise.numel() else columnwise.shape[-1]
     by_rows, by_columns = bool(rowwise.numel()), bool(columnwise.numel())

@@ -1,12 +1,7 @@
-"""Turn query and key heads by their positions.
+"""Rotary position embedding of query and key heads, in one read and one write.
 
-One read of what a projection gave, and one write: 4 bytes an element each way. A compiler's own
-kernel reads the table of angles once for every element, 8 bytes from the cache, and as the values
-stay a view of the projection, all of it is kept for the backward pass beside the turned heads. What
-is turned comes back by turning the other way, so nothing else is kept. A pair is two neighbours, or
-two numbers half a head apart, as models of transformers have it; composed in torch, the latter are
-halved, negated, joined, multiplied twice and added: 18 bytes an element. Inside `torch.compile`
-these are the operators `narrowcast::turn_heads` and `narrowcast::turn_halves`.
+Nothing is kept for the backward pass, which rotates the other way. A pair is two neighbours, or two
+numbers half a head apart as in transformers.
 """
 
 import functools
@@ -24,10 +19,10 @@ _TILE = 4096  # elements of a program
 
 
 def turn_heads(heads: Tensor, table: Tensor, *, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split heads into queries, keys and values, with pairs of the first two turned.
+    """Split heads into queries, keys and values, and rotate neighbouring pairs of the first two.
 
-    `heads` is (batch, length, queries + 2 · keys, head width), `table` holds the cosine and sine of
-    each position and pair in fp32: (length, 1, head width / 2, 2). Computed in fp32, rounded once.
+    `heads` is (batch, length, queries + 2 · keys, head width), `table` the cosines and sines in
+    fp32, (length, 1, head width / 2, 2).
     """
     keys = (heads.shape[2] - queries) // 2
     result: tuple[Tensor, Tensor, Tensor] = _apply(heads, table, queries, keys)
@@ -35,10 +30,9 @@ def turn_heads(heads: Tensor, table: Tensor, *, queries: int) -> tuple[Tensor, T
 
 
 def turn_halves(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn pairs that are half a head apart, of (batch, heads, length, head width).
+    """Rotate pairs that are half a head apart, of (batch, heads, length, head width).
 
-    `cosine` and `sine` are (batch or 1, length, head width), for each number its own. Computed in
-    fp32, rounded once.
+    `cosine` and `sine` are (batch or 1, length, head width).
     """
     result: tuple[Tensor, Tensor] = _apply_halves(query, key, cosine, sine)
     return result

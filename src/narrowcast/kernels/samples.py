@@ -1,8 +1,4 @@
-"""Values of many tensors at random positions, copied to the rows of one matrix in one launch.
-
-A copy for each tensor would be a few hundred launches of a few kilobytes each: milliseconds that
-one launch for all of a dtype does not take.
-"""
+"""Copy values of many tensors at random positions into one matrix, in one launch per dtype."""
 
 from collections.abc import Sequence
 
@@ -19,8 +15,7 @@ BLOCK = 1024
 
 
 Spacing = tuple[int, int, int]
-"""Which values of a tensor are taken: its number of elements, how many neighbours lie together, and
-of what number a run's beginning is a multiple."""
+"""Number of elements of a tensor, length of a run, and the alignment of its beginning."""
 
 
 class SampleKernel:

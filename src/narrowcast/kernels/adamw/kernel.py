@@ -1,24 +1,7 @@
-"""AdamW and Adam over every weight in one read and one write of each byte.
+"""AdamW and Adam that read and write every byte of weight, gradient and state once per step.
 
-| bytes a weight moves | gradient | weight | beside it | moments | in all |
-|---|---|---|---|---|---|
-| split master, fp32 moments | 2 | 2 + 2 | 2 + 2 | 8 + 8 | 26 |
-| split master, bf16 moments | 2 | 2 + 2 | 2 + 2 | 4 + 4 | 18 |
-| split master, int8 moments | 2 | 2 + 2 | 2 + 2 | 2 + 2 (+ 1/16 of scales) | 14 |
-| fp32 weights, fp32 moments | 4 | 4 + 4 | – | 8 + 8 | 28 |
-| fp32 master, fp32 moments | 2 | 2 + 2 | 4 + 4 | 8 + 8 | 30 |
-
-An average of the weights, in fp32, adds 4 + 4: the weight that it moves towards is at hand. A lead
-of a lookahead point adds 4 + 4, or 2 + 2 in bf16; without one no line of it is compiled.
-
-Two kernels. The first looks at each tensor once: it moves the step counts and works out what the
-second needs of learning rate and bias correction, in fp64, unless the step is to be skipped. The
-second has one program per chunk of a tensor; weights of one make (dtypes, master) share a launch.
-Nothing is read back by the host, so that a CUDA graph can replay a step; the learning rate is read
-from a table that the host writes where it changed.
-
-The formula is that of torch's fused kernels, in fp32. Allocated: tables of 16 bytes a chunk, about
-two hundred bytes a tensor, and nothing in a step.
+The host reads nothing back, so a CUDA graph can replay a step. The formula is that of torch's fused
+kernels, in fp32; step counts and bias corrections are in fp64.
 """
 
 from collections.abc import Sequence
@@ -81,13 +64,7 @@ TILINGS = {
 
 
 class AdamKernel:
-    """The tables of a set of weights, and the launches that update them all.
-
-    It holds the tensors whose addresses it keeps: none is freed while it can be written to. An
-    average of a weight goes `share` of its way to it in each step. A weight with a lead is `ahead`
-    of an answer (see `Ahead`). Chance draws for each weight by its place among all: `before` are in
-    other kernels, and come first.
-    """
+    """The tables of a set of weights, which it keeps alive, and the launches that update them."""
 
     def __init__(
         self,
@@ -127,11 +104,7 @@ class AdamKernel:
         self._coupled = True
 
     def write_hyper(self, groups: Sequence[Hyper], *, ahead: Ahead | None = None) -> None:
-        """Let the next step use these; nothing is copied where they are what they were.
-
-        Not in a CUDA graph: it would write the same learning rate whenever it is replayed. Which
-        kind of weight decay a group has is compiled in.
-        """
+        """Write the settings of the next step. A CUDA graph capture would fix them."""
         coupled = not all(group.decoupled for group in groups)
         if self._captured and coupled != self._coupled:
             raise UnsupportedError(
@@ -169,11 +142,9 @@ class AdamKernel:
         metered: bool,
         places: TensorAddresses | None = None,
     ) -> Tensor | None:
-        """Update all weights that have gradients, their averages and leads; none if not `finite`.
+        """Update all weights if `finite`, and return the fraction of lost updates if `metered`.
 
-        `factor` multiplies the gradients, one for all or one for each of them. Gradients lie in
-        memory as their weights do; where they are is looked up, unless `places` say so. Returns
-        lost over due updates if they are to be counted.
+        Gradients must have the memory layout of their weights.
         """
         addresses, dtypes, table = _gradient_addresses(gradients, places)
         matches = addresses, dtypes
@@ -206,10 +177,7 @@ class AdamKernel:
     def _kernel_variants(
         self, addresses: Sequence[int], dtypes: Sequence[torch.dtype | None]
     ) -> list[_Make]:
-        """Return the make of each weight; gradients lie elsewhere in many a step, so without calls.
-
-        Of one without a gradient it is what it was: no table changes for a skipped weight.
-        """
+        """Return the variant of each weight; a weight without a gradient keeps its last one."""
         before = self._makes or [(make, torch.float32, False) for make in self._own_makes]
         return [
             was if dtype is None else (make, dtype, aligned and not address % ALIGNMENT)
@@ -276,11 +244,7 @@ class _Launch:
 def _gradient_addresses(
     gradients: Sequence[Tensor | None], places: TensorAddresses | None
 ) -> tuple[list[int], list[torch.dtype | None], Tensor | None]:
-    """Return the addresses and dtypes of gradients: every weight's in every step.
-
-    And these addresses on the device, where they are there already. 0 says that there is no
-    gradient; torch's empty tensors are at 0 too, and their steps count.
-    """
+    """Return addresses (0: no gradient, 1: an empty tensor), dtypes and the device table."""
     there = [g for g in gradients if g is not None]
     if places is None or not places.matches(there):
         places = TensorAddresses(there, list(map(Tensor.data_ptr, there)), list(map(_DTYPE, there)))

@@ -1,11 +1,7 @@
-"""How the fused optimizer rounds, and keeps moments in 8 bits.
+"""Rounding and 8-bit moments of the fused optimizer, written to take few instructions.
 
-Instructions are counted here, hence what looks odd: roots without Triton's detour for subnormals,
-and conversions between bytes and floats by their bits.
-
-A compiler masks what it packs and extends what it unpacks, value by value. Here the instruction
-that moves bytes does two or four values of a word at once. Elsewhere than on a GPU (`NATIVE` is
-false) the same is written in plain arithmetic.
+On a GPU, one instruction packs or unpacks two or four values of a word. Elsewhere (`NATIVE` is
+false) the same is plain arithmetic.
 """
 
 import triton
@@ -67,10 +63,7 @@ def last_bytes(word, NATIVE: tl.constexpr):
 
 @triton.jit
 def signed_bytes(word, like, NATIVE: tl.constexpr):
-    """Return the last byte of each word, at most 127, with the sign of a float.
-
-    Of a word of four, 128 more or less each of them, so that no byte borrows from the next.
-    """
+    """Return the last byte of each word, at most 127, with the sign of a float."""
     if NATIVE:
         result = tl.inline_asm_elementwise(
             """
@@ -100,11 +93,7 @@ def signed_bytes(word, like, NATIVE: tl.constexpr):
 
 @triton.jit
 def joined(high, low, NATIVE: tl.constexpr):
-    """Return the float whose bits are a high half and, added to it, a low one with a sign.
-
-    A high half that is a zero counts alone, as in `numerics.rounding`. A zero has the same bits in
-    fp16, which GPUs before Hopper compare too.
-    """
+    """Return the float of a high half plus a signed low half. A zero high half counts alone."""
     if NATIVE:
         result = tl.inline_asm_elementwise(
             """
@@ -131,11 +120,7 @@ def joined(high, low, NATIVE: tl.constexpr):
 
 @triton.jit
 def halves(x, NATIVE: tl.constexpr):
-    """Return the high half of a float's bits, rounded to nearest, and the low one with a sign.
-
-    A NaN stays one, as in `numerics.rounding`: its high half must not round to a zero. The one that
-    a GPU computes has all bits but the sign.
-    """
+    """Return the rounded high half of a float's bits and the signed low half. NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     if NATIVE:
         high, low = tl.inline_asm_elementwise(
@@ -246,10 +231,7 @@ def randomly(x, random, TYPE: tl.constexpr):
 def decoded(
     at_first, at_second, first_scale, second_scale, beta1, beta2, mask, some, NATIVE: tl.constexpr
 ):
-    """Return what is left of moments kept in 8 bits: a root of one, the fourth root of the other.
-
-    What is left of a moment is beta of it: so that is one multiplication a block.
-    """
+    """Return both moments, decoded from 8 bits and multiplied by their beta."""
     code = plus_zero(load(at_first, mask), 0x80, NATIVE) - (ZERO + 128.0)
     m = code * tl.abs(code) * (load(first_scale, some) * (1 / 127**2) * beta1)
     code = plus_zero(load(at_second, mask), 0, NATIVE) - ZERO
@@ -289,10 +271,7 @@ def encode_second(v, square_root, random, at, at_scale, mask, some, NATIVE: tl.c
 
 @triton.jit
 def _down(x, factor, NATIVE: tl.constexpr):
-    """Return ZERO plus the product, rounded down to an integer.
-
-    Roots are not exact: of an integer one may be lost, whose chance to be got back is then one.
-    """
+    """Return ZERO plus the product rounded down; an inexact root may give one too little."""
     if NATIVE:
         result = tl.inline_asm_elementwise(
             "fma.rm.ftz.f32 $0, $1, $2, 0f4B000000;",

@@ -1,8 +1,7 @@
-"""The programs of the fused optimizer; `kernel` has their tables and launches, and the account.
+"""The programs of the fused optimizer.
 
-Counted on an H200's instructions, one element takes about 27 of them with fp32 moments and 77 with
-moments of 8 bits, where memory leaves room for 180 and 97. An average of the weights adds 3 to 9, a
-lead of them about 11.
+On an H200 one element takes about 27 instructions with fp32 moments and 77 with 8-bit moments;
+memory leaves room for 180 and 97.
 """
 
 import triton

@@ -1,15 +1,8 @@
-"""The fused optimizer in plain torch: what its kernel computes, and what runs where it cannot.
+"""The fused optimizer in plain torch, bit for bit except for fused multiply-adds of a GPU.
 
-One pass per tensor and operation, so many bytes; the same arithmetic in the same order, the same
-random bits, the same values stored. Fused multiply-adds of a GPU aside, kernel and twin agree bit
-for bit.
-
-Where a weight is not what is kept beside it, somebody has written to it since, and it is the weight
-that counts.
-
-Moments of 8 bits come in blocks of 256 elements with one fp32 scale each. The first is
-sign · (code / 127)² · scale, the second (code / 255)⁴ · scale: Adam needs the small ones too. Both
-are rounded up or down by chance, so that what is read back is right on average.
+If a weight differs from its master, it was written to since, and the weight counts. 8-bit moments
+have one fp32 scale per 256 elements: sign · (code / 127)² · scale and (code / 255)⁴ · scale,
+rounded stochastically.
 """
 
 import math
@@ -33,8 +26,7 @@ SMALLEST_SCALE = 2.0**-90
 HEADROOM = 1 + 2.0**-18
 """A scale is this much larger than the largest of its block, so that no rounding leads beyond."""
 MULTIPLIERS = (0xC2B2AE35, 0xD35A2D97)
-"""Of the hash of places. Of 180 pairs with a shift between, the one whose neighbours, up to 4096
-places apart, have the least correlation: no more than chance has it."""
+"""Hash multipliers: of 180 pairs, those with the least correlation up to 4096 places apart."""
 LARGEST = {torch.float16: 65504.0, torch.bfloat16: 3.3895313892515355e38}
 
 
@@ -88,8 +80,7 @@ class Weight:
     average: Tensor | None = None
     """The average of what is kept of the weight, in fp32; it moves with the weight."""
     lead: Tensor | None = None
-    """From the weight to where the optimizer is, in fp32 or bf16; of a weight of which every digit
-    is kept."""
+    """From the weight to where the optimizer is, in fp32 or bf16."""
 
     @property
     def moments(self) -> str:
@@ -205,10 +196,7 @@ def decode(codes: Tensor, scales: Tensor, *, times: float = 1.0) -> Tensor:
 
 
 def random_bits(count: int, *, step: float, position: int, device: torch.device) -> Tensor:
-    """Return 32 random bits of each element of tensor number `place` in a step, as int64.
-
-    Chances are bits 7 to 22, and 16 to 31: the lowest of a product are no good.
-    """
+    """Return 32 random bits per element, as int64. Use bits 7 and up: the lowest are poor."""
     seed = mix(torch.tensor((int(step) * 0x9E3779B9) & 0xFFFFFFFF) ^ mix(torch.tensor(position)))
     spread, stir = MULTIPLIERS
     x = (torch.arange(count) * spread + seed) & 0xFFFFFFFF

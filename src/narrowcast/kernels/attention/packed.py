@@ -1,11 +1,7 @@
-"""Causal attention over rows that hold several sequences, from where each begins and ends.
+"""Causal attention over rows that hold several sequences.
 
-A mask over all pairs of tokens keeps the fast kernels of torch away and is read by every head of
-every layer; attention over lengths needs to know on the host how many sequences there are. Two
-numbers a token, (where its sequence begins, where it ends), say the same in one shape whatever the
-sequences, so that nothing waits for the device and a compiler or a CUDA graph sees one shape.
-Inside `torch.compile` these are the operators `narrowcast::packed_attention` and
-`narrowcast::packed_attention_backward`.
+Each token has the bounds of its sequence. A mask over all pairs would rule out torch's fast
+kernels, and lengths would need a synchronisation. Bounds have one shape for all sequences.
 """
 
 import math
@@ -64,9 +60,9 @@ def packed_attention(
 ) -> Tensor:
     """Attend within each sequence of each row; return (batch, length, heads, width).
 
-    `query` is (batch, heads, length, width), `key` and `value` have as many heads or a divisor of
-    them; `bounds` is (batch, 2, length), int32: the first place of each token's sequence in its
-    row, and the one after its last. A token sees at most `window` tokens, itself among them.
+    `query` is (batch, heads, length, width); the heads of `key` and `value` may be a divisor.
+    `bounds` is int32, (batch, 2, length): first place and end of each token's sequence. `window`
+    includes the token itself.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     window = query.shape[2] if window is None else window

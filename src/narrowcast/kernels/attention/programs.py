@@ -1,9 +1,6 @@
 """The Triton programs of attention over packed rows: forward, and the two halves of backward.
 
-A program has a tile of rows of scores (or of columns, for the gradients of keys and values), and
-goes through the tiles of the other side that any of its own can see: from where the sequence of
-its first token begins to where that of its last ends. In the rows' programs only tiles that a
-border crosses are masked.
+A program visits only the tiles that its sequences reach, and masks only those on a border.
 """
 
 import triton

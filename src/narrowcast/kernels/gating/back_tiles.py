@@ -36,11 +36,7 @@ def back_into(
     largest: float,
     activation: str,
 ) -> None:
-    """Write the gradients of gate and value, each as it is and transposed; an empty one is left.
-
-    `read` are the gradient of the product, gate and value. What is scaled `by_itself` has its scale
-    written; of the other it is read, and the largest magnitude goes into the first of its counts.
-    """
+    """Write the gradients of gate and value in both layouts; an empty layout is skipped."""
     grad, gate, value = read
     count, width = gate.shape
     padded = rowwise[0].shape[0] if rowwise[0].numel() else columnwise[0].shape[-1]

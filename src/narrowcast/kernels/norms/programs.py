@@ -1,9 +1,7 @@
-"""What norms of rows have in common: the two programs, and how rows are cut among them.
+"""The programs that norms of rows share, and how rows are divided among them.
 
-A row is divided by the root of its mean square, with its mean taken off first where it is centred,
-and multiplied by a weight. The backward pass reads input and gradient and finds both numbers again,
-so that nothing but the input is kept. Sums over rows are made in fp32, by each program over its own
-and then over programs: always in the same order.
+The backward pass computes mean and root mean square again. Sums over rows are in fp32 and always in
+the same order.
 """
 
 import functools

@@ -1,11 +1,4 @@
-"""A row divided by its root mean square and multiplied by a weight: one read, one write.
-
-Composed in torch, a 16-bit row is widened, squared, averaged, multiplied and narrowed, each a pass,
-and the widened row is kept twice for the backward pass: 8 bytes an element. Here the forward pass
-moves 2 bytes in and 2 out, and keeps its input; the backward pass reads input and gradient and
-writes 2 bytes. Inside `torch.compile` these are the operators `narrowcast::rms_norm` and
-`narrowcast::rms_norm_back`.
-"""
+"""RMS norm in one read and one write, which keeps only its 16-bit input."""
 
 from typing import Any
 
@@ -22,8 +15,7 @@ def rms_norm(
 ) -> Tensor:
     """Return x / rms(x) · (weight + offset), in `dtype`, computed in fp32.
 
-    With `rounds` the quotient is rounded to the dtype of `x` before it meets the weight, as some
-    models do. `weight` is of the width of `x`'s last dimension.
+    With `rounds` the quotient is rounded to the dtype of `x` first, as some models do.
     """
     result: Tensor = _apply(x, weight, eps, offset, rounds, dtype)
     return result
