@@ -1,9 +1,7 @@
-"""Find out how products of each format run on a device: natively, emulated, or not at all.
+"""Detect how products of each format run on a device: natively, emulated, or not at all.
 
-A CPU's own word is not enough. A virtual machine may announce bf16 instructions its host does not
-let it use, and the first bf16 product then kills the process; other CPUs run such a product 90
-times slower than an fp32 one. So what a CPU announces is tried once in a child process, timed
-against fp32, and remembered.
+A CPU may announce bf16 instructions that kill the process or run 90 times slower than fp32. So they
+are tried once in a child process, timed, and cached.
 """
 
 import platform

@@ -15,11 +15,7 @@ MOST_ROWS = 200
 
 @final
 class StepProfile:
-    """Runs torch's profiler over the steps `first` to `first + steps - 1`, and writes what it saw.
-
-    `folder` is the run folder. Waits for the device before the first and after the
-    last of these steps, and at no other time.
-    """
+    """Runs torch's profiler over some steps. Synchronises with the device before and after them."""
 
     def __init__(self, *, first: int, steps: int, device: torch.device, folder: Path) -> None:
         self._first, self._last = first, first + steps - 1

@@ -13,10 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RandomState:
-    """Where torch's generators stood, on the host and on one device.
+    """The states of torch's generators, on the host and on one device.
 
-    One is kept for every step, so it is no more than that: it takes a microsecond or two, and the
-    generators of Python and NumPy, from which hardly any model draws, would take fifty.
+    Python's and NumPy's are left out: they would take 50 µs per step instead of 2.
     """
 
     on_host: Tensor
@@ -76,10 +75,7 @@ def preserve_rng(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def drawing_from(state: RandomState) -> Iterator[None]:
-    """Let the block draw from `state` on, and nobody after it know that it has drawn.
-
-    Of Python and NumPy it draws what comes next, and that will come again.
-    """
+    """Draw from `state` inside the block, and restore all generators after it."""
     with preserve_rng(state.device):
         state.restore()
         yield

@@ -38,11 +38,10 @@ _rehearsing = threading.local()
 
 @contextlib.contextmanager
 def as_if_captured() -> Iterator[None]:
-    """Let whoever asks torch inside the block hear that a CUDA graph is being captured.
+    """Make torch report a CUDA graph capture inside the block, in this thread.
 
-    Libraries look at values on the host where they may and do without inside a capture:
-    transformers' masks and warnings do. `torch.cuda.graphs` has the truth all the while, and so
-    have other threads, such as those of a backward pass.
+    Libraries such as transformers then avoid synchronisations. `torch.cuda.graphs` still reports
+    the truth.
     """
     theirs, before = torch.cuda.is_current_stream_capturing, getattr(_rehearsing, "on", False)
 

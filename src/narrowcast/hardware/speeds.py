@@ -1,10 +1,7 @@
-"""How fast linear layers are in fp8 on a GPU, measured once, so that a plan can look it up.
+"""Measured speeds of linear layers in fp8 on a GPU, for plans.
 
-fp8 products are twice as fast as bf16 ones, but their operands must be scaled and cast first: on
-small shapes nothing is gained, or less than nothing. A table of shapes says which, for a forward
-and a backward pass together; beside it, what a layer costs the host, for which a GPU may wait.
-`narrowcast doctor --measure` makes one for the GPU it runs on and keeps it; for some GPUs one comes
-with the package.
+Small shapes gain nothing, because operands are scaled and cast first. `narrowcast doctor --measure`
+makes a table for the GPU it runs on; some come with the package.
 """
 
 import itertools
@@ -24,18 +21,15 @@ _log = logging.getLogger(__name__)
 
 TOKENS = (1024, 4096, 16384, 65536)
 WIDTHS = (1024, 2048, 4096, 8192)
-"""Of inputs and of outputs. A shape between two of the table lies between their gains; one beyond
-its end has the gain of the end."""
+"""Of inputs and of outputs. Gains are interpolated between these, and constant beyond."""
 FROZEN = ("frozen-bf16", "frozen-wide", "frozen-row")
 """A frozen weight, which has no gradient: in bf16, kept in e4m3 and widened, multiplied in fp8."""
 KINDS = ("bf16", "tensor", "delayed", "row", "block", *FROZEN)
 """What is measured: bf16, and fp8 by its scaling; and the same of a frozen weight."""
 HIDDEN = 1.5
-"""So many times as long as the host is with a layer the device is with it, where that is never
-waited for. On one H200 (`narrowcast bench models`), by the 8,192 rows that plans assume, layers of
-0.65 to 1.0 times gained in some models and lost in others as large (eager 1.05 to 1.13 in three,
-0.89 in one; compiled 1.04 to 1.12 in four, 0.84 to 0.92 in three); of 1.85 times they gained, 1.21
-eager and 1.18 compiled."""
+"""Device time over host time from which fp8 layers never wait for the host. On one H200
+(`narrowcast bench models`, 8,192 rows), models at 0.65 to 1.0 gained or lost (0.84 to 1.13 times
+the speed), and at 1.85 gained 1.21 eager and 1.18 compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +45,7 @@ class Speeds:
     seconds: Mapping[str, tuple[float, ...]]
     """By kind; over tokens, inputs and outputs, the last fastest."""
     host_seconds: Mapping[str, float] = field(default_factory=dict)
-    """What a layer among others takes of the host in eager mode, by kind; nothing where that is not
-    measured."""
+    """Host time of a layer in eager mode, by kind; empty if not measured."""
 
     def gain(
         self, kind: str, *, tokens: int, inputs: int, outputs: int, against: str = "bf16"
@@ -65,11 +58,7 @@ class Speeds:
     def waited_for(
         self, kind: str, *, tokens: int, inputs: int, outputs: int, execution: str = "eager"
     ) -> bool | None:
-        """Return whether layers of a kind lose on the host more than the device saves by them.
-
-        None where it is not known. A layer of which the device is busy long enough hides its host,
-        and one that is captured has none.
-        """
+        """Return whether the host loses more than the device saves, or None if unknown."""
         if execution == "graphed":
             return False
         shape = (tokens, inputs, outputs)

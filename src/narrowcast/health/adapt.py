@@ -1,13 +1,7 @@
 """Adaptive precision: which modules get a wider format, and when they return to their own.
 
-A module whose tensors overflow, saturate or vanish goes one format up (8 bits → bf16 → fp32, fp16 →
-bf16 → fp32). After a calm it goes one down again, and never below what the policy says; to the
-policy's own format only if that would have held what was seen all the while. Pure: what is decided
-here is carried out by the trainer, between two steps.
-
-The ladder moves the whole policy: fp16 → bf16 → fp32 after overflows in a row, and back after a
-calm. Where `adapt` widens the modules that readings show in trouble, the ladder only looks at
-whether steps were applied. Both are pure: the trainer carries out what is decided here.
+`adapt` widens the modules that readings show in trouble. The ladder moves the whole policy after
+overflows in a row, and back after calm steps. The trainer applies both between two steps.
 """
 
 from collections.abc import Collection, Mapping
@@ -74,11 +68,9 @@ class Adaptation:
         seen: int | None = None,
         unsafe_to_lower: Collection[str] = (),
     ) -> list[Move]:
-        """Return the changes to make after `step`, given all issues: (kind, module, role).
+        """Return the changes to make after `step`, from issues (kind, module, role) of step `seen`.
 
-        `seen` is the step they were seen in, which may be an earlier one: a module whose format has
-        changed since then is judged by what its new one shows. `unsafe_to_lower` are the raised
-        modules whose own format would not have held what was seen.
+        Issues from before a module's last change do not count.
         """
         for module in unsafe_to_lower:
             if self.overrides.get(module) == WIDER.get(self.formats[module]):

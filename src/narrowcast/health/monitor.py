@@ -1,15 +1,4 @@
-"""Statistics and findings for people who stay in their own loop, or in somebody else's.
-
-    watch = narrowcast.monitor(model, policy="bf16")
-    ...
-    loss.backward()
-    for finding in watch.step():
-        print(finding.module, finding.what, finding.why, finding.advice)
-    optimizer.step()
-
-The policy says what formats the loop computes in; nothing of the model changes but that samples are
-taken as tensors pass.
-"""
+"""Numeric statistics and findings for custom training loops."""
 
 from collections import deque
 from typing import Self, final

@@ -1,9 +1,7 @@
-"""The number formats: how far each reaches, how finely it steps, and what stores it.
+"""The number formats, as IEEE 754 and the OCP 8-bit and microscaling specifications define them.
 
-A `Format` is a binary floating-point format as IEEE 754 and the OCP 8-bit and microscaling
-specifications define them: one sign bit, subnormals, and a largest value that is not always where
-the bit counts alone would put it (e4m3 and e2m1 spend the codes of infinity on numbers). A
-`BlockFormat` adds a scale shared by a run of values.
+e4m3 and e2m1 use the codes of infinity for numbers, so their largest value is not where the bit
+counts alone would put it.
 """
 
 import difflib

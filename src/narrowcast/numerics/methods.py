@@ -1,19 +1,11 @@
-"""The ways to round, each a few in-place passes over a source, a result and a scratch.
+"""The rounding methods, each a few in-place passes over a source, a result and a scratch.
 
-Which one applies follows from the carrier. Where its exponents reach beyond the format's, adding
-and subtracting 1.5 * 2**k at the right power of two makes the adder itself round, exactly to
-nearest-even and down to the last subnormal. Where they do not, the rounding is integer arithmetic
-on the bits, or a cast there and back.
+Adding and subtracting 1.5 * 2**k rounds exactly to nearest-even if the carrier's exponents reach
+beyond the format's. Otherwise the bits are rounded, or cast there and back. `limit` is where to
+saturate; None: overflow becomes inf, or NaN without one.
 
-`limit` is where to saturate, or None: then overflow becomes an infinity, or NaN without one.
-
-A method is a few elementwise passes. Over a whole large tensor each of them would stream it through
-memory once more; over pieces that stay in the cache, all of them cost little more than the one read
-and the one write that any conversion needs.
-
-A large result is written once, into pages the system has yet to hand out one by one: for 64 MiB
-that takes as long as the rounding itself. With large pages, Linux hands out 512 at a time. numpy
-asks for its own arrays in the same way.
+Large tensors are rounded in pieces that stay in the cache. Large results use large pages: Linux
+takes as long to hand out 64 MiB of small ones as the rounding itself.
 """
 
 import ctypes
@@ -50,8 +42,7 @@ def empty_on_large_pages(x: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 CHUNK = 262144
-"""Elements of a piece: a megabyte of fp32, so that what each of two threads has of a piece, its
-result and its scratch fits a second-level cache. Half as many pay for calls, more for memory."""
+"""Elements of a piece, which fits the caches of two threads with its result and scratch."""
 
 Apply = Callable[[Tensor, Tensor, Tensor], None]
 """Fills a result from a source, with a scratch to spoil; the three have one shape, none overlap."""
@@ -126,10 +117,7 @@ def represents_all(target: Format, dtype: torch.dtype) -> bool:
 
 
 def largest_shared(target: Format, dtype: torch.dtype) -> float:
-    """Return the largest value that both `target` and `dtype` have.
-
-    Less than `target.largest` where `dtype` cannot hold that: in bf16, 65504 would become 65536.
-    """
+    """Return the largest value of both `target` and `dtype`. bf16 has no 65504, for example."""
     _, mantissa_bits = _WIDTHS[dtype]
     fraction, exponent = math.frexp(min(target.largest, torch.finfo(dtype).max))
     stored = 2.0 ** (1 + min(mantissa_bits, target.mantissa_bits))
@@ -142,10 +130,9 @@ def goes_in_pieces(x: Tensor) -> bool:
 
 
 def in_pieces(x: Tensor, apply: Apply, *, scratch: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Return a tensor shaped as `x` in `dtype`, filled by `apply`, in pieces where that is faster.
+    """Return a tensor shaped as `x` in `dtype`, filled by `apply`, in pieces if that is faster.
 
-    `apply` sees source and result in the carrier of `x`, whatever `x.dtype` and `dtype` are, and a
-    scratch of the dtype asked for.
+    `apply` sees source and result in the carrier of `x`, and a scratch of the dtype `scratch`.
     """
     x = x.detach()
     if not goes_in_pieces(x):
@@ -224,11 +211,10 @@ def by_casting(target: Format, *, limit: float | None) -> Apply:
 def by_adding(
     target: Format, carrier: Carrier, *, limit: float | None, scale: float | None = None
 ) -> Apply:
-    """Round by adding 1.5 * 2**k and taking it away again; the scratch has the carrier's integers.
+    """Round by adding 1.5 * 2**k and subtracting it; the scratch has the carrier's integers.
 
-    With a `scale`, a power of two, `source * scale` is rounded and the result divided by it again,
-    at no cost: only the powers move between which the grid coarsens. What is scaled must fit, and a
-    zero loses its sign.
+    With a power of two as `scale`, `source * scale` is rounded and divided again. It must fit, and
+    a zero loses its sign.
     """
     lowest = carrier.to_bits(target.smallest_normal / (scale or 1.0))
     highest = carrier.to_bits(target.largest_power / (scale or 1.0))
@@ -252,11 +238,7 @@ def by_adding(
 
 
 def by_steps(target: Format, carrier: Carrier, *, limit: float | None) -> Apply:
-    """Round to a whole number of steps, each as long as the grid's at that power of two.
-
-    One pass less than `by_adding`, but it divides: exact as divisions go, which a compiler may
-    replace by an approximation. The scratch has the carrier's integers.
-    """
+    """Round to a whole number of steps. A compiler may replace its division by an approximation."""
     lowest = carrier.to_bits(target.smallest_normal)
     highest = carrier.to_bits(target.largest_power)
 

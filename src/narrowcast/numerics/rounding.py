@@ -1,8 +1,4 @@
-"""Rounding a tensor to a format, to nearest-even or stochastically, on any device.
-
-The values keep the tensor's dtype, only their grid changes: so a policy can be tried where no
-hardware runs it, and compared bit for bit with the hardware that does.
-"""
+"""Rounding a tensor to a format, to nearest-even or stochastically, on any device."""
 
 import math
 

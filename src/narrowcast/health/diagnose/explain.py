@@ -1,9 +1,7 @@
-"""`explain`: a verdict on given micro-batches, for loops of one's own.
+"""`explain`: a diagnosis of given micro-batches, for your own loop.
 
-The cause and the remedy are tried, not guessed: the passes are taken again without what is
-suspected in the batch, with a lower loss scale, and in wider formats. A product in a module's own
-code has the format of that module, one in the model's own code or in the loss that of the whole
-policy.
+Cause and remedy are tried, not guessed: the passes are repeated without the suspected values, with
+a lower loss scale, and in wider formats.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -154,10 +152,9 @@ def replay(
     around: Around | None = None,
     backward: Callable[[Tensor, int], None] | None = None,
 ) -> Diagnosis | None:
-    """Take a step again without its update, and say where it went wrong; None where it does not.
+    """Replay a step without its update and return its diagnosis, or None if all is finite.
 
-    `backward` is given each loss and the number of micro-batches; left out, the loss is of one
-    piece. Waits for the device.
+    Synchronises with the device.
     """
     passes = Passes(
         prepared=prepared, inputs=replay_inputs, loss_fn=loss_fn, around=around, backward=backward

@@ -1,8 +1,7 @@
-"""What passes are given, and what in it no product survives.
+"""The inputs of passes, and the values in them that no product survives.
 
-An infinity in a batch may be data gone bad, or a mask that means what it says. A second take of the
-passes tells them apart, in which all such numbers are zero: only where that moves the first bad
-number were they its cause.
+An infinity may be bad data or a mask. It is the cause only if a replay with zeros in its place
+moves the first bad value.
 """
 
 import contextlib
@@ -30,8 +29,7 @@ from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import plain_class
 
 SQUARE_ROOT = 2.0**64 * (1 - 2.0**-24)
-"""The largest number whose square fp32 holds. Beyond it a gradient counts as not finite, because
-Adam would square it; an activation of that size has lost all neighbours in any sum."""
+"""The largest number whose square fp32 holds: Adam squares gradients."""
 LARGEST_TO_FP16 = 65519.0
 """From 65520 up, rounding to fp16 gives infinity."""
 

@@ -117,10 +117,7 @@ class Investigator:
         self._row, self._explained, self._overflowed_at = 0, False, None
 
     def named(self, error: DivergedError) -> DivergedError:
-        """Return the error with what was found in the steps that led to it, if anything was.
-
-        The norms of gradients, all that the step itself has, name the module nearest the loss.
-        """
+        """Return the error with the findings of the steps before it, if there are any."""
         return DivergedError(error.fact, self._named) if self._named else error
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""The passes of a step, taken again aside with every module watched; once, or as often as needed.
+"""Replays of a step's passes with every module recorded, in eager mode.
 
-A skipped step has moved no weight, so its micro-batches, its loss scale and its random numbers give
-the same passes again. They are made in eager mode, and leave no trace in the run.
+A skipped step changed no weight, so the same batches, loss scale and RNG state repeat it.
 """
 
 import contextlib
@@ -69,15 +68,10 @@ class Passes:
         scales: Sequence[Tensor] | None = None,
         extremes: list[Extreme] | None = None,
     ) -> Diagnosis | None:
-        """Take the passes and say where they went wrong first; None where they do not.
+        """Replay the passes and return where they first go wrong, or None.
 
-        `plan` is in force instead of the run's, zeros in the place of what is in `zero`, and
-        `scales` are those of the losses. What the passes that went wrong were given, and no
-        product survives, is added to `extremes`. Waits for the device after each micro-batch, and
-        ends with the first that went wrong.
-
-        Where gradients went wrong and weights have several uses, the passes are taken once more
-        with these uses apart: of a gradient that is a sum, the one that made it bad is named.
+        `extremes` receives the bad inputs. If weights with several uses get bad gradients, a second
+        replay separates the uses. Synchronises with the device after each micro-batch.
         """
         plan, scales = plan or self.prepared.plan, self.inputs.scales if scales is None else scales
         several: set[nn.Parameter] = set()
@@ -176,10 +170,7 @@ def eagerly() -> contextlib.AbstractContextManager[Any]:
 
 
 def _first(seen: Sequence[Seen]) -> int | None:
-    """Return the place in time of the first bad number.
-
-    An infinity below, which passes for a mask's, was none if it is there until something breaks.
-    """
+    """Return the place of the first bad value, or of the infinities that lead to it."""
     first = next((i for i, each in enumerate(seen) if each.is_bad), None)
     if first is None or seen[first].location.in_backward:
         return first

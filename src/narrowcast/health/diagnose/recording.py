@@ -1,12 +1,7 @@
 """A recording of passes: the largest magnitude at every place, in the order of execution.
 
-Hooks look at what goes into and comes out of every module, at the gradients of the latter and at
-those of the weights. Each look is one reduction whose result stays on the device; the host reads
-all of them at once.
-
-A weight that modules share, a module that is called twice, a table that a model multiplies with
-once more: torch adds up what each use makes before a hook on the weight sees it, so the sum does
-not show who made it, nor when. An alias of the weight for each call does.
+torch sums the gradients of all uses of a shared weight before a hook sees them. An alias of the
+weight per call shows which use went wrong.
 """
 
 import contextlib
@@ -61,9 +56,8 @@ def per_use_aliases(
 ) -> Iterator[None]:
     """Give the calls inside the block aliases of `weights`, and `see` the gradient of each.
 
-    A use belongs to the innermost module that is running and has the weight somewhere in it. A
-    module that is never called itself, as the last layer of torch's attention, is used on its
-    behalf.
+    A use belongs to the innermost running module that has the weight: torch's attention never calls
+    its last layer.
     """
     wanted = set(weights)
     slots = {

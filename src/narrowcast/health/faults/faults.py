@@ -1,8 +1,4 @@
-"""Faults put into a run on purpose: a number at a place, in one micro-batch of one step.
-
-What a run makes of a flipped bit or an overflow can be injected this way. A fault lasts for the
-passes of its micro-batch; a weight has its own value again before the step decides what to do.
-"""
+"""Fault injection: one bad number at a place, in one micro-batch of one step."""
 
 import contextlib
 import hashlib
@@ -32,10 +28,10 @@ _EXPONENT_END = {
 
 
 def corrupted(tensor: Tensor, value: str, *, index: int) -> Tensor:
-    """Return a copy with one number replaced; gradients pass through it as if nothing had been.
+    """Return a copy with one number replaced; gradients pass through unchanged.
 
-    `value` is `inf`, `nan`, `large` (half of the largest number of the dtype) or `bit-flip` (of the
-    highest bit of the exponent: numbers below 1 become huge, those from 2 up become tiny).
+    `value` is `inf`, `nan`, `large` (half of the dtype's largest) or `bit-flip` (of the highest
+    exponent bit).
     """
     copy = tensor.clone()
     corrupt(copy.data, value, spot=unravel(copy, index))  # autograd is not to know

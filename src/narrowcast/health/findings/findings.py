@@ -1,7 +1,4 @@
-"""The issues of a run: told when they begin, and again if they come back after a calm.
-
-Made from records alone, so a finished run can be asked as well as one that is running.
-"""
+"""The findings of a run, made from its records: reported once, and again after a calm."""
 
 import math
 from collections import deque

@@ -22,8 +22,7 @@ NEAR_ZERO = 0.01
 GROWN = 16.0
 """A largest magnitude that is so many times what it was is said to drift."""
 STEADY = 6
-"""Looks in a row that must show it: of 1,000 tensors with a rare large value, samples of 200 looks
-would else contain it several times in a row in one or another."""
+"""Readings in a row that show drift. Fewer give false alarms in 200 readings of 1,000 tensors."""
 SPIKE = 8.0
 """A loss that is so many times the usual distance of neighbours above the last few is a spike."""
 RECENT = 8
@@ -116,11 +115,7 @@ def dead(seen: TensorHistory, terms: Wording) -> Iterator[Trouble]:
 
 
 def drift(seen: TensorHistory, terms: Wording) -> Iterator[Trouble]:
-    """A largest magnitude that has grown far beyond what it was; gradients leap by themselves.
-
-    A sample contains a rare large value in some readings and misses it in others, which is no
-    growth: STEADY readings in a row must be beyond all in the older half of those remembered.
-    """
+    """Report a largest magnitude, except a gradient's, that has grown for STEADY readings."""
     if seen.role not in ("input", "weight", "output"):
         return
     past = [value for value in seen.past if 0 < value < math.inf]
@@ -139,11 +134,9 @@ def drift(seen: TensorHistory, terms: Wording) -> Iterator[Trouble]:
 
 
 def first_nonfinite(seen: Sequence[TensorHistory], terms: Wording) -> Iterator[Trouble]:
-    """Name where what is not finite began, of all tensors in the model's order.
+    """Report where inf or NaN began; in gradients, that is nearest the loss.
 
-    Everything after it in the forward pass is not finite either, and then all gradients; where only
-    gradients are, it began nearest the loss. Only fp16 is said to have overflowed: other formats
-    have the range of fp32, or saturate.
+    Only fp16 overflows: other formats have the range of fp32, or saturate.
     """
     bad = [each for each in seen if each.nonfinite]
     forward = [each for each in bad if each.role not in GRADIENTS]
@@ -236,10 +229,7 @@ def floor(scale: float, settings: LossScale, terms: Wording) -> Iterator[Trouble
 def low(
     seen: Sequence[TensorHistory], scale: float, settings: LossScale, names: Wording
 ) -> Iterator[Trouble]:
-    """Gradients lost at the lower end of fp16, while at its upper end there is room.
-
-    What became zero on the way cannot be seen any more; what is about to, has lost digits.
-    """
+    """Report gradients lost at the lower end of fp16 while there is room at its upper end."""
     gradients = [each for each in seen if each.format == FP16.name and each.role in GRADIENTS]
     largest = max((each.amax for each in gradients), default=0.0)
     if not 0 < largest < FP16.largest:

@@ -1,8 +1,4 @@
-"""Samples of the same format, counted together.
-
-A module that is calm in bf16 may be so only because it is bf16. Before it returns to its own
-format, its samples show whether that would hold them.
-"""
+"""Counts over samples of the same format, also of a format that a module may return to."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,9 +1,7 @@
-"""Where samples are taken: at the modules that multiply, of what goes in, comes out and comes back.
+"""Where samples are taken: inputs, outputs and gradients of the modules that multiply.
 
-A module that is looked at gets another class, as it does to be given formats, and not hooks: blocks
-that are alike stay alike for a compiler, which hooks with their running numbers would make it
-compile one by one; and layers that run as one, or a head that never makes its logits, stay as they
-are. These are looked at from outside, as far as that goes.
+A sampled module gets another class instead of hooks, because a compiler would compile equal blocks
+with hooks one by one.
 """
 
 from collections.abc import Mapping
@@ -39,11 +37,7 @@ class Probes:
         seed: int = 0,
         in_runs: bool = False,
     ) -> None:
-        """Take the model; `in_runs` samples runs of neighbours, for any question of block formats.
-
-        Without it, only modules whose formats have blocks are sampled so: single values tell more
-        of everything else.
-        """
+        """Sample runs of neighbours everywhere with `in_runs`, else only for block formats."""
         check_not_monitored(model, doing="monitor()")
         self.sites: list[TensorSite] = []
         self.switch = Switch()

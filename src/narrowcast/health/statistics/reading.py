@@ -1,7 +1,4 @@
-"""Read what the probes of a model have sampled: on the device in one go, to the host in one copy.
-
-A reading costs a few dozen small kernels and is on its way while the next steps are being queued.
-"""
+"""Read all samples of a model with a few dozen small kernels and one asynchronous copy."""
 
 import math
 from collections.abc import Sequence

@@ -1,15 +1,8 @@
 """Samples of tensors, taken where they pass through a model, forward and backward.
 
-A sample is 4,096 values at random positions, one in each of as many equal parts of the tensor.
-Every value is equally likely to be in it, whatever the shape: at positions a fixed distance apart,
-every row of a batch would show the same few tokens. Plain torch operations copy it into memory of
-its own, so a compiler joins them with what makes the tensor, and a captured step keeps them.
-Nothing is changed on the way, and nothing is kept for the backward pass.
-
-Casts to fp8 are counted by what makes them rather than seen in a sample. With delayed scaling the
-kernels that quantise note the largest magnitude of all values, and of one value in seven whether it
-was saturated or flushed to zero by the active scale. A sample would be scaled by itself, and so
-never saturates.
+A sample is 4,096 values, one at a random position in each of as many equal parts: a fixed distance
+would show the same few tokens of every row. With delayed scaling the fp8 kernels count saturated
+and flushed values, because a sample scaled by itself never saturates.
 """
 
 from collections.abc import Sequence
@@ -33,10 +26,7 @@ FRACTION_BITS = 31
 
 @final
 class Offsets:
-    """Random offsets into tensors, as fractions of their length, in units of 2**-31.
-
-    Held on the device and written in place: what is compiled or captured reads those of now.
-    """
+    """Random offsets in units of 2**-31, written in place so that captured steps read new ones."""
 
     def __init__(self, device: torch.device, *, seed: int = 0) -> None:
         self._seed = seed
@@ -59,10 +49,7 @@ class Offsets:
 
 
 def sample(x: Tensor, offsets: Tensor) -> Tensor:
-    """Return SAMPLE values of a tensor, at random `offsets`, single or in runs of neighbours.
-
-    A smaller tensor is there as often as it fits, and what is left is filled at random.
-    """
+    """Return SAMPLE values of a tensor at random `offsets`; a smaller tensor is repeated."""
     flat = x.detach().reshape(-1)
     count, run, alignment = spacing(flat.numel(), run=SAMPLE // len(offsets))
     copies, left = divmod(SAMPLE, count)
@@ -76,10 +63,7 @@ def sample(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def spacing(count: int, *, run: int) -> tuple[int, int, int]:
-    """Return, of so many values: their number, how many lie together, and where runs may begin.
-
-    Runs begin at multiples of their length, as blocks do, unless the tensor has a part of one.
-    """
+    """Return the number of values, the length of a run, and the alignment of its beginning."""
     return count, run, run if count % run == 0 else 1
 
 
@@ -102,8 +86,7 @@ def _copy_sample(x: Tensor, into: Tensor, offsets: Tensor) -> None:
 def tap(x: Tensor, gradient_into: Tensor, offsets: Tensor) -> Tensor:
     """Return `x`; copy a sample of its gradient in the backward pass.
 
-    Eager code may go on to change `x` in place, so it gets `x` itself and a hook on it. A compiler
-    traces no such hook, and knows by itself what is changed in place.
+    Eager code may change `x` in place, so it gets `x` with a hook, which a compiler cannot trace.
     """
     if not torch.compiler.is_compiling():
         x.register_hook(lambda gradient: take(gradient, gradient_into, offsets))
@@ -218,11 +201,7 @@ class CastCounts:
 
     @torch.no_grad()
     def take_into(self, table: Tensor) -> None:
-        """Put what was counted since the last time in the place of what samples showed.
-
-        Where nothing was looked at, the sample's numbers stay; and so does the magnitude of one
-        that is not finite. Counts begin anew. Waits for nothing.
-        """
+        """Replace numbers of samples by the counts since the last call. Does not synchronise."""
         if self._whole is None:
             return
         counts, peak = self._whole.take_counts()

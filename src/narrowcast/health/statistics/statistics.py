@@ -1,8 +1,4 @@
-"""What samples of many tensors lose to a format, in one go and on their device.
-
-Every row is a sample of one tensor. Nothing here waits for the device: the numbers of all tensors
-of a step are one small matrix, which is read when it has arrived.
-"""
+"""What samples of many tensors lose to a format. Nothing here synchronises with the device."""
 
 import math
 from collections.abc import Sequence
@@ -25,9 +21,8 @@ RUN = 128
 def statistics(samples: Tensor, target: Format, *, scaling: str = "none") -> Tensor:
     """Return what each row of `samples` loses to `target`: (tensors, columns), in fp32.
 
-    With a `scaling` the values are first brought into the format's range by a power of two: of the
-    whole sample, or for `block` of each run of 128. A scale for each row is taken as one of the
-    sample, so that a layer with it may do better than told.
+    Scales are powers of two, of a sample or for `block` of each run of 128. A layer with row scales
+    may lose less.
     """
     inputs = samples.float()
     finite = inputs.isfinite()
@@ -75,10 +70,7 @@ def what_if(samples: Tensor, name: str) -> Tensor:
 
 
 def exponent_counts(samples: Tensor, target: Format, *, scaling: str = "none") -> Tensor:
-    """Return how many values of each row lie at each power of two, scaled as before a cast.
-
-    (tensors, powers), the first of which is 2**LOWEST; zeros and what is not finite are not there.
-    """
+    """Count the values of each row at each power of two from 2**LOWEST: (tensors, powers)."""
     x = samples.float()
     finite = torch.where(x.isfinite(), x, 0.0)
     scaled = finite.abs() * _scales(finite, target, scaling)

@@ -1,7 +1,6 @@
-"""A module that leaves samples of what passes through it.
+"""A module that samples what passes through it.
 
-Nothing is taken while gradients are off, nor in passes that nobody will read; but what is compiled,
-or captured as a CUDA graph, is the same in every step, and takes samples in all of them.
+Eager passes are sampled only if they are read; compiled and captured ones always are.
 """
 
 import contextlib
