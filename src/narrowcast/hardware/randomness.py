@@ -29,7 +29,6 @@ class RandomState:
         return cls(on_host=torch.get_rng_state(), device=device, on_device=device_state(device))
 
     def restore(self) -> None:
-        """Let torch's generators go on from here."""
         torch.set_rng_state(self.on_host)
         if self.on_device is None:
             return
@@ -57,7 +56,6 @@ class AllRandomState:
         )
 
     def restore(self) -> None:
-        """Let all generators go on from here."""
         self.of_torch.restore()
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)
@@ -83,7 +81,7 @@ def drawing_from(state: RandomState) -> Iterator[None]:
 
 @final
 class OwnRandomness:
-    """Lets a run and whoever looks at it between two records each draw as if alone."""
+    """Separate generators for a run and for code that runs between two of its records."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -85,7 +85,6 @@ class Speeds:
         return total
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return {
             "gpu": self.gpu,
             "torch": self.torch,

@@ -56,7 +56,6 @@ class Adaptation:
     overrides: dict[str, str] = field(default_factory=dict)
     """Formats in force that are not the policy's, by module."""
     _changed: dict[str, int] = field(default_factory=dict)
-    """The step of each module's last change."""
     _troubled: dict[str, int] = field(default_factory=dict)
     """The last step at which each raised module had trouble, or would have had below."""
 
@@ -86,7 +85,6 @@ class Adaptation:
         return [move for move in moves if move is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data."""
         return {
             "overrides": dict(self.overrides),
             "changed": dict(self._changed),
@@ -94,7 +92,6 @@ class Adaptation:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self.overrides = dict(state["overrides"])
         self._changed, self._troubled = dict(state["changed"]), dict(state["troubled"])
 
@@ -169,7 +166,6 @@ class Ladder:
 
     @property
     def reason(self) -> str:
-        """Why the move that is due is made."""
         if self.move > 0:
             return f"{self.overflows} overflows in a row, by step {self.seen}"
         return f"calm for {self.calm} steps, by step {self.seen}"

@@ -61,7 +61,7 @@ class DriverLaunch:
             _check(failed, f"launching {self._compiled.name} over {grid}")
 
     def _set(self, grid: tuple[int, int, int], stream: int) -> Any:
-        """Return what a launch is told beside its arguments, by reference; nobody writes to it."""
+        """Return the launch settings by reference; they are never written to."""
         if len(self._settings) >= _KEPT:  # each sequence may have a length of its own
             self._settings.clear()
         metadata = self._compiled.metadata
@@ -121,7 +121,7 @@ def _is_known(kind: str) -> bool:
 
 
 def _loaded(compiled: Any) -> int | None:
-    """Load a kernel onto the current device; None where Triton would refuse it, or tell of it."""
+    """Load a kernel onto the current device; None if Triton would raise or call a hook."""
     from triton import knobs
     from triton.compiler.compiler import max_shared_mem
     from triton.runtime import driver
@@ -138,7 +138,7 @@ def _loaded(compiled: Any) -> int | None:
 
 
 def is_set(hook: Any) -> bool:
-    """Return whether anybody is told by a hook of Triton's, a list of calls or one call."""
+    """Return whether a hook of Triton's, a list of calls or one call, is set."""
     return bool(hook.calls) if hasattr(hook, "calls") else hook is not None
 
 

@@ -42,7 +42,6 @@ class DecidedScales:
         return scale_inv.data_ptr() in self._addresses
 
     def add(self, scale_inv: Tensor) -> None:
-        """Let a scale be used as it is."""
         self._addresses.add(scale_inv.data_ptr())
 
     def first_use(self, scale_inv: Tensor) -> bool:
@@ -54,7 +53,6 @@ class DecidedScales:
         return True
 
     def among(self, addresses: AbstractSet[int]) -> frozenset[int]:
-        """Return the addresses of those scales that are decided."""
         return frozenset(self._addresses & addresses)
 
     def remove(self, addresses: AbstractSet[int]) -> None:
@@ -63,7 +61,6 @@ class DecidedScales:
 
 
 DECIDED = DecidedScales()
-"""Of the whole process, as addresses are."""
 
 
 class Quantized(NamedTuple):
@@ -222,7 +219,6 @@ def _by_triton(
 
 @functools.cache
 def _kernels() -> ModuleType:
-    """Return the kernels, which import Triton."""
     return importlib.import_module("narrowcast.kernels.quantize")
 
 

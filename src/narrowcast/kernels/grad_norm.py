@@ -28,7 +28,6 @@ CHUNK = 16384
 """Elements a program sums: 32 KiB of bf16, sixteen loads of 16 bytes in each of 128 threads."""
 WARPS = 4
 JOIN_WIDTH = 1024
-"""Chunks of one tensor that are summed at a time."""
 SETS = 8
 """Sets of gradients whose tables are kept: weights may have gradients in every other step only."""
 _DTYPE = attrgetter("dtype")
@@ -45,7 +44,7 @@ class NormKernel:
         self._partial: tuple[list[int], list[torch.dtype], list[bool]] = [], [], []
         self._last: _Tables | None = None
         self.places: TensorAddresses | None = None
-        """Where the gradients of the last call are, until whoever asked has used it."""
+        """Where the gradients of the last call are, until the caller has used it."""
 
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient, in a new tensor on the device."""
@@ -144,7 +143,6 @@ def _sum_squares(
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Sum the squares of one chunk."""
     record = chunks + tl.program_id(0).to(tl.int64) * 4
     t = tl.load(record)
     begin = tl.load(record + 1).to(tl.int64) * CHUNK
@@ -160,7 +158,6 @@ def _sum_squares(
 
 @triton.jit
 def _join(partial, ranges, norms, ROUNDS: tl.constexpr, WIDTH: tl.constexpr):
-    """Sum the chunks of one tensor, and take the root."""
     t = tl.program_id(0)
     first = tl.load(ranges + t * 2)
     count = tl.load(ranges + t * 2 + 1)

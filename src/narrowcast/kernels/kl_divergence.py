@@ -1,8 +1,4 @@
-"""The KL divergence between rows of logits, and its gradient, in one launch each.
-
-The forward pass keeps two log-sums per row, from which the backward pass makes both distributions.
-The arithmetic is fp32.
-"""
+"""The KL divergence between rows of logits in fp32, and its gradient, in one launch each."""
 
 import torch
 import triton

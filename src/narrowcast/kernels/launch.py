@@ -143,7 +143,7 @@ class Launcher:
         constants: tuple[Any, ...],
         options: dict[str, int],
     ) -> "_KernelLaunch | None":
-        """Return how to launch it for new sizes; None where Triton was asked, and has done so."""
+        """Return the launch for new sizes, or None if Triton compiled and launched it."""
         alike = key[0], constants, *options.items(), *specialised(tensors, sizes)
         known = self._compiled.get(alike)
         if known is not None:
@@ -220,7 +220,6 @@ def specialised(tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> tuple[An
 ALIGNMENT = 16
 """Bytes of the widest load, which needs a tensor with address and length in multiples of it."""
 _CODES = {torch.int64: "q", torch.float64: "d"}
-"""What Python calls the numbers of a table."""
 
 
 def chunk_table(sizes: Sequence[int], tensors: Sequence[int], *, chunk: int) -> Tensor:
@@ -251,7 +250,6 @@ class TensorAddresses:
     """The addresses on the device, in what a captured step writes anew whenever it is replayed."""
 
     def matches(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether these are the very same."""
         return are_same(tensors, self.tensors)
 
 
@@ -294,7 +292,7 @@ class HostTable:
         self._written = []
 
     def make_room(self) -> None:
-        """Have memory to spare for a capture: none can be asked for while it lasts."""
+        """Allocate spare memory for a capture, which cannot allocate any."""
         self._spares += [self._pinned() for _ in range(2 - len(self._spares))]
 
     def stored_for_replays(self, numbers: Sequence[float]) -> Tensor:

@@ -75,7 +75,6 @@ def _copy(
     TYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy a part of one tensor's sample."""
     row = tl.load(rows + tl.program_id(0))
     count = tl.load(spacings + row * 3)
     run = tl.load(spacings + row * 3 + 1)

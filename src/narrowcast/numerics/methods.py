@@ -64,7 +64,6 @@ class Carrier:
 
     @property
     def mantissa_mask(self) -> int:
-        """Select the bits after the binary point."""
         return (1 << self.mantissa_bits) - 1
 
     @property
@@ -74,7 +73,6 @@ class Carrier:
 
     @property
     def largest_power(self) -> float:
-        """Give the largest power of two the carrier holds."""
         return float(2.0 ** (2 ** (self.exponent_bits - 1) - 1))
 
     def to_bits(self, value: float) -> int:

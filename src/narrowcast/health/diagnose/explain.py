@@ -64,7 +64,6 @@ class Trials:
         self._can_be_lower = not all(torch.equal(low, scale) for low, scale in pairs)
         dynamic = settings is not None and settings.dynamic
         self.about_scale: Literal["gives way", "too high"] = "gives way" if dynamic else "too high"
-        """What is wrong with the scale, where a lower one helps."""
 
     def lower_scale_helps(self) -> bool:
         """Return whether the passes are finite in the formats in force with the smallest scale."""

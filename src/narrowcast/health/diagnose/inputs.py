@@ -52,11 +52,9 @@ class Location:
 
     @property
     def in_backward(self) -> bool:
-        """Whether it is a gradient."""
         return self.role in GRADIENTS
 
     def __str__(self) -> str:
-        """Return a description."""
         match self.role:
             case "batch":
                 return "the batch"
@@ -74,7 +72,6 @@ class Formats:
         self._policy = plan.policy
 
     def location(self, module: str, role: Role) -> Location:
-        """Return a place, with its format."""
         return Location(module, role, self._format(module, role))
 
     def use_location(self, module: str) -> Location:

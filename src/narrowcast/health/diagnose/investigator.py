@@ -1,4 +1,4 @@
-"""The inquiry into bad steps of a run: which are replayed, and what is told of them."""
+"""Which bad steps of a run are replayed, and what is reported of them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ FREE, SHARE = 4, 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class StepDiagnosis:
-    """What is told of a step."""
+    """The report of a step."""
 
     why: str
     """For its record; empty where it was applied."""
     findings: Sequence[FindingRecord] = ()
     explained: bool = False
-    """A verdict, on this step or on an earlier one of its row, says where it went wrong."""
+    """Whether this step or an earlier one of its row has a diagnosis."""
     injected: bool = False
     """The step had faults that the recipe asks for."""
     overflowed_at: tuple[str, str] | None = None
@@ -65,7 +65,6 @@ class Investigator:
         return ReplayInputs.before(self._prepared, batches) if self._verdicts else None
 
     def faults_at(self, step: int) -> StepFaults | None:
-        """Return the faults of a step; None where it has none."""
         return None if self._faults is None else self._faults.at(step)
 
     def account(
@@ -131,7 +130,6 @@ class Investigator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a saved run stood."""
         self._replays, self._row = state["replays"], state["row"]
         self._named, self._explained = state.get("named", ""), state.get("explained", False)
         overflowed_at = state.get("overflowed_at")

@@ -128,7 +128,6 @@ class _Slot:
         self.module, self.key, self.weight, self.holder = module, key, weight, holder
 
     def put(self, value: Tensor | None) -> None:
-        """Let the module use another tensor."""
         # Past torch's own door, which takes nothing but parameters.
         slots: dict[str, Any] = self.module._parameters
         slots[self.key] = value
@@ -172,7 +171,7 @@ class Recorder:
         self._seen: list[tuple[Location, Tensor, bool, bool]] = []
         self._in_forward, self._depth = False, 0
         self.calls: list[Call] = []
-        """What modules were given by somebody who is none of the model's, in these passes."""
+        """Calls of modules from outside the model, in these passes."""
         self._versions: dict[int, int] = {}
         self._handles: list[Any] = []
 
@@ -210,11 +209,10 @@ class Recorder:
             self._in_forward = False
 
     def see_loss(self, loss: Tensor) -> None:
-        """Look at the loss."""
         self._see(Location("", "loss"), loss)
 
     def read(self) -> list[Seen]:
-        """Return what was seen since this was last asked. Waits for the device."""
+        """Return what was seen since the last call. Synchronises with the device."""
         seen, self._seen = self._seen, []
         if not seen:
             return []

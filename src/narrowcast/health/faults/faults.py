@@ -17,14 +17,13 @@ from narrowcast.precision.nested import map_tensors, tensors_in
 from narrowcast.precision.plan.module_plan import ROLES
 
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-"""Whole numbers of the size of a floating-point dtype, by bytes."""
 _EXPONENT_END = {
     torch.float64: 62,
     torch.float32: 30,
     torch.bfloat16: 14,
     torch.float16: 14,
 }
-"""Where the highest bit of the exponent is."""
+"""The highest bit of the exponent."""
 
 
 def corrupted(tensor: Tensor, value: str, *, index: int) -> Tensor:
@@ -78,7 +77,6 @@ class Fault:
     """Which number of the tensor, counted through all of it; None: chosen by the seed."""
 
     def __str__(self) -> str:
-        """Return a description."""
         return (
             f"{self.value} in {self.module or 'the model'} {self.role}, "
             f"micro-batch {self.micro_batch}"
@@ -94,7 +92,6 @@ class Faults:
         self._faults = list(faults)
 
     def at(self, step: int) -> "StepFaults | None":
-        """Return the faults of one step; None where it has none."""
         due = [
             _Planned(fault, name, self._model.get_submodule(name), self._draw(fault, name))
             for fault, name in zip(self._faults, self._names, strict=True)
@@ -243,7 +240,6 @@ def own_weight(module: nn.Module) -> nn.Parameter:
 
 
 def _first_struck(hit: _Hit, value: Any) -> Any:
-    """Strike the first floating-point tensor in a value."""
     return map_tensors(value, lambda t: hit.strike(t) if t.is_floating_point() else t)
 
 
@@ -256,7 +252,7 @@ def _gradient_struck(hit: _Hit, value: Any) -> None:
 
 
 def _one_module(model: nn.Module, fault: Fault) -> str:
-    """Return the name of the one module a fault means, or refuse it."""
+    """Return the name of the one module that a fault matches, or raise."""
     names = [name for name, _ in model.named_modules()]
     matches = [fault.module] if fault.module in names else []
     matches = matches or [name for name in names if fnmatchcase(name, fault.module)]

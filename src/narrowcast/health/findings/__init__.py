@@ -1,1 +1,1 @@
-"""What statistics and loss scales mean: one rule a trouble, told when it begins."""
+"""What statistics and loss scales mean: one rule per issue, reported when it begins."""

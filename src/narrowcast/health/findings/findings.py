@@ -39,7 +39,7 @@ class Findings:
     _active: dict[tuple[str, str, str], tuple[int, int]] = field(default_factory=dict)
     """Since when, and for how many looks it has been calm."""
     _implied: list[tuple[str, str, str]] = field(default_factory=list)
-    """What the latest look has shown that another finding tells of."""
+    """Issues of the latest reading that another finding already covers."""
 
     @property
     def present(self) -> list[tuple[str, str, str]]:
@@ -71,7 +71,6 @@ class Findings:
         return self._new_findings(lines, step=record.step, requested=requested)
 
     def step(self, record: StepRecord, *, scaling: LossScale | None = None) -> list[FindingRecord]:
-        """Take in a step; return the issues that begin with it."""
         at_floor = [] if scaling is None else [*floor(record.loss_scale, scaling, self.wording())]
         fresh = self._new_findings(at_floor, step=record.step, requested={floor.__name__})
         # Of an overflow at the floor the step log tells, and of the floor with it.
@@ -104,7 +103,6 @@ class Findings:
         return near_zero and _keeps_all_digits(self.wording())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data."""
         return {
             "amax": [[*key, list(values)] for key, values in self._amax.items()],
             "losses": list(self._losses),
@@ -113,7 +111,6 @@ class Findings:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self._amax = {(m, r): deque(v, maxlen=REMEMBERED) for m, r, v in state["amax"]}
         self._losses = deque(state["losses"], maxlen=REMEMBERED)
         self._highest_lr = state.get("highest_lr", 0.0)
@@ -136,7 +133,7 @@ class Findings:
     def _new_findings(
         self, matched: Sequence[Trouble], *, step: int, requested: set[str]
     ) -> list[FindingRecord]:
-        """Return those that begin now; let those go whose rules were asked and say no more."""
+        """Return the findings that begin now, and end those whose rules no longer apply."""
         there = {t[:3] for t in matched}
         for key, (since, calm) in list(self._active.items()):
             if key[0] not in requested:

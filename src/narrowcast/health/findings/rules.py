@@ -12,15 +12,15 @@ from narrowcast.precision.plan.module_plan import GRADIENTS
 from narrowcast.precision.plan.wording import Wording
 
 SATURATED = 1e-3
-"""Share of values beyond the range of an 8-bit format above which a layer is said to saturate."""
+"""Share of values beyond the range of an 8-bit format above which a layer saturates."""
 VANISHED = 0.25
-"""Share of a gradient that rounds to zero above which it is said to vanish."""
+"""Share of a gradient that rounds to zero above which it vanishes."""
 LOST = 0.5
-"""Share of lost updates above which weights are said to stand still."""
+"""Share of lost updates above which weights stand still."""
 NEAR_ZERO = 0.01
 """Of the highest learning rate so far: below it a schedule is taken to begin or to end."""
 GROWN = 16.0
-"""A largest magnitude that is so many times what it was is said to drift."""
+"""Growth of a largest magnitude that counts as drift."""
 STEADY = 6
 """Readings in a row that show drift. Fewer give false alarms in 200 readings of 1,000 tensors."""
 SPIKE = 8.0
@@ -50,10 +50,10 @@ class TensorHistory(NamedTuple):
 
 
 class Trouble(NamedTuple):
-    """What a rule has to say."""
+    """What a rule reports."""
 
     kind: str
-    """Which rule; a trouble of one kind, module and role is told once."""
+    """Which rule; each kind, module and role is reported once."""
     module: str
     role: str
     what: str

@@ -38,9 +38,7 @@ def make_site(module: str, role: str, policy: Policy, *, sample: Tensor) -> Tens
 class Counting(Protocol):
     """Makes a row of numbers of each sample."""
 
-    def __call__(self, samples: Tensor, target: Format, *, scaling: str) -> Tensor:
-        """Return a row for each row."""
-        ...
+    def __call__(self, samples: Tensor, target: Format, *, scaling: str) -> Tensor: ...
 
 
 @final
@@ -65,7 +63,6 @@ class Grouping:
         return self.in_order([count(s, kind.target, scaling=kind.scaling) for kind, s in both])
 
     def in_order(self, stacks: Sequence[Tensor]) -> Tensor:
-        """Return the rows of all groups in the order of the tensors."""
         return torch.cat(list(stacks)).index_select(0, self._back) if stacks else torch.empty(0, 0)
 
 

@@ -98,11 +98,11 @@ class Probes:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Let the next reading tell nothing that has passed before this."""
+        """Leave everything before this call out of the next reading."""
         torch._foreach_zero_([site.sample for site in self.sites])
 
     def remove(self) -> None:
-        """Make the modules again what they were, unless somebody has done so already."""
+        """Restore the modules, unless that was done already."""
         for module, kind in self._before.items():
             if "nc_unseen" not in module.__dict__:
                 continue

@@ -19,7 +19,7 @@ from narrowcast.health.statistics.statistics import (
 from narrowcast.runs import ExponentRecord, HealthRecord
 
 WORST = 4
-"""Tensors whose exponents are told."""
+"""Tensors whose exponents are reported."""
 
 
 @final
@@ -60,7 +60,7 @@ class Reading:
     def _record(
         self, rows: Sequence[Sequence[float]], formats: Sequence[str]
     ) -> HealthRecord | None:
-        """Return what there is to tell of the tensors; None where nothing has passed."""
+        """Return the statistics of the tensors, or None if nothing has passed."""
         every = zip(self._sites, rows, formats, self._seen, strict=True)
         both = [(site, row, name) for site, row, name, seen in every if seen]
         ran = {s.module for s, row, _ in both if s.role in ("input", "output") and _is_there(row)}

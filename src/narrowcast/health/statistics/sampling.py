@@ -116,7 +116,7 @@ if TYPE_CHECKING:
     from narrowcast.kernels.samples import SampleKernel
 
 TAKEN = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""What the kernel reads."""
+"""Dtypes that the kernel reads."""
 
 
 @final
@@ -214,7 +214,7 @@ class CastCounts:
 
 
 def _history(model: nn.Module, name: str, role: str, form: str) -> AmaxHistory | None:
-    """Return what counts the casts of a tensor to this format; None where nobody does."""
+    """Return what counts the casts of a tensor to this format, or None."""
     module = model.get_submodule(name)
     history, formats = module.__dict__.get("nc_history"), module.__dict__.get("nc_formats")
     if role not in OPERANDS or not isinstance(history, AmaxHistory):

@@ -24,7 +24,6 @@ ATTRIBUTES = (
     "nc_grad_output",
     "nc_unseen",
 )
-"""What a watched module has beside what it had."""
 
 
 @dataclass

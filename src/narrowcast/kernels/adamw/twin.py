@@ -32,7 +32,7 @@ LARGEST = {torch.float16: 65504.0, torch.bfloat16: 3.3895313892515355e38}
 
 @dataclass(frozen=True, kw_only=True)
 class Hyper:
-    """What a parameter group says."""
+    """The settings of a parameter group."""
 
     lr: float | Tensor
     betas: tuple[float, float]
@@ -59,7 +59,6 @@ class Ahead:
 
 
 AT_HOME = Ahead(back=0.0, left=0.0)
-"""For weights that have no leads."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,7 +83,6 @@ class Weight:
 
     @property
     def moments(self) -> str:
-        """The format of the moments."""
         return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(self.first.dtype, "int8")
 
     @property
@@ -119,7 +117,6 @@ class AdamTwin:
         self._counts = torch.zeros(2, dtype=torch.int64)
 
     def write_hyper(self, groups: Sequence[Hyper], *, ahead: Ahead | None = None) -> None:
-        """Let the next step use these."""
         self._groups, self._ahead = groups, ahead or self._ahead
 
     def step(

@@ -1,7 +1,4 @@
-"""The Triton programs of attention over packed rows: forward, and the two halves of backward.
-
-A program visits only the tiles that its sequences reach, and masks only those on a border.
-"""
+"""The Triton programs of attention over packed rows: forward, and the two halves of backward."""
 
 import triton
 import triton.language as tl

@@ -93,7 +93,6 @@ def back_into(
 
 @triton.jit
 def _both(grad, gate, value, location, here, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr):
-    """The gradients of some elements of gate and value"""
     down = tl.load(grad + location, mask=here, other=0.0).to(tl.float32)
     a = tl.load(gate + location, mask=here, other=0.0).to(tl.float32)
     b = tl.load(value + location, mask=here, other=0.0).to(tl.float32)

@@ -1,7 +1,4 @@
-"""The backward pass of a gated activation, cast to fp8 in the same read.
-
-It moves 10 bytes per 16-bit element; separate passes move 18 more.
-"""
+"""The backward pass of a gated activation, cast to fp8 in the same read."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,4 @@
-"""Layer norm in one read and one write, which keeps only its 16-bit input.
-
-torch widens 16-bit rows if the weights are fp32: 20 bytes per element instead of 4.
-"""
+"""Layer norm in one read and one write, which keeps only its 16-bit input."""
 
 from typing import Any
 

@@ -1,8 +1,4 @@
-"""The programs that norms of rows share, and how rows are divided among them.
-
-The backward pass computes mean and root mean square again. Sums over rows are in fp32 and always in
-the same order.
-"""
+"""The programs that norms share. Sums over rows are in fp32 and always in the same order."""
 
 import functools
 
