@@ -26,7 +26,7 @@ BAR_WIDTH = 24
 
 def numbers(tally: Tally, *, task: TaskInfo, scaled: bool, parts: bool) -> str:
     """Return the numbers of a run in one line, with `parts` those of its loss parts."""
-    lines = [f"loss {value(tally.loss)}"]
+    lines = [f"mean loss {value(tally.loss)}"]
     if parts and tally.smooth_parts:
         each = [f"{said(name)} {value(x.value)}" for name, x in tally.smooth_parts.items()]
         lines[0] += f" ({', '.join(each)})"

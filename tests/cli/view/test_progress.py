@@ -60,12 +60,15 @@ def test_a_plain_line_has_loss_scale_pace_and_time_left(console, clock):
             display.show(step(number))
             clock.now += 1
     assert shown(console) == [
-        "step 1/11  loss 2.500  scale 1,024  1.00 k tokens/s",  # how long, nobody knows yet
-        "step 3/11  loss 2.500  scale 1,024  1.00 k tokens/s",
+        "step 1/11  mean loss 2.500  scale 1,024  1.00 k tokens/s",  # how long, nobody knows yet
+        "step 3/11  mean loss 2.500  scale 1,024  1.00 k tokens/s",
     ]
     with RunDisplay(console, display.tally, task=TOKENS, scaled=True) as display:
         display.show(step(5))
-    assert shown(console)[-1] == "step 5/11  loss 2.500  scale 1,024  1.00 k tokens/s  600 ms left"
+    assert (
+        shown(console)[-1]
+        == "step 5/11  mean loss 2.500  scale 1,024  1.00 k tokens/s  600 ms left"
+    )
 
 
 def test_no_scale_is_shown_where_there_is_none(console, clock):
@@ -136,7 +139,11 @@ def test_parts_of_the_loss_are_shown_where_they_fit(width, fits, clock):
     record = replace(step(1), loss_parts={"reconstruction": 2.25, "sparsity_penalty": 0.25})
     with RunDisplay(console, Tally(steps=1), task=TOKENS, scaled=False) as display:
         display.show(record)
-    told = "loss 2.500 (reconstruction 2.250, sparsity penalty 0.2500)" if fits else "loss 2.500  "
+    told = (
+        "mean loss 2.500 (reconstruction 2.250, sparsity penalty 0.2500)"
+        if fits
+        else "mean loss 2.500  "
+    )
     assert told in shown(console)[0]
 
 
