@@ -35,7 +35,6 @@ class Contender:
         return f"{self.distribution or self.requires[0]} is not installed"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return asdict(self) | {"options": dict(self.options), "requires": list(self.requires)}
 
 
@@ -115,7 +114,6 @@ def select_contenders(
     """Return who takes part; None stands for the default of the device.
 
     `peers` is `a,b,…`, `all` or `none`. `policies` is `bf16 | bf16, params=bf16` or `none`.
-    Contenders with the same name are numbered.
     """
     device_type = "cuda" if device_type == "cuda" else "cpu"
     peers = _DEFAULT_PEERS[device_type] if peers is None else peers

@@ -1,8 +1,4 @@
-"""The model and the batches of a recipe, the same for every contender.
-
-The task is built as for a run, and its first few batches are moved to the device before anything
-is timed.
-"""
+"""The model and the batches of a recipe, on the device, the same for every contender."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,7 +34,6 @@ class Workbench:
 
     @property
     def model(self) -> nn.Module:
-        """The model."""
         return self.task.model
 
     @property
@@ -49,11 +44,9 @@ class Workbench:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
         return sum(p.numel() for p in self.model.parameters())
 
     def stream(self) -> Iterator[Batch]:
-        """Cycle through the batches."""
         return cycle(self.batches)
 
     def model_with_loss(self) -> "ModelWithLoss":

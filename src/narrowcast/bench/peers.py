@@ -79,10 +79,7 @@ def build_torch(
     weights: Literal["fp32", "bf16"] = "fp32",
     float8: Literal["", "tensorwise", "rowwise"] = "",
 ) -> Trial:
-    """Return a step of plain torch, or with linear layers converted by torchao's `float8` recipe.
-
-    The step runs under autocast, unless the weights are in bf16 themselves.
-    """
+    """Return a step of plain torch, or with linear layers converted to fp8 by torchao."""
     about: dict[str, Any] = {"compiled": compiled}
     if float8 and bench.device.type != "cuda":
         raise UnsupportedError("torchao's fp8 products need a GPU")

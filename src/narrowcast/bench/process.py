@@ -91,7 +91,6 @@ class Worker:
                 pipe.close()
 
     def tail(self) -> list[str]:
-        """Return the last lines of the log."""
         text = self._log.read_text(encoding="utf-8", errors="replace")
         return text.splitlines()[-TAIL_LINES:]
 

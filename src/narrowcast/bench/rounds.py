@@ -1,9 +1,7 @@
 """`bench step`: contenders compile at the same time and are timed one at a time, in turns.
 
-As many contenders as fit on the device at once form a group. All of a group are set up at the same
-time, because importing torch and compiling take minutes and one core each. Then come rounds: A B C,
-A B C, … so that changes of the machine (clocks, heat, other work) meet everyone alike. The baseline
-is in every group, and a ratio is always of the same rounds.
+Turns (A B C, A B C, …) let changes of the machine meet everyone alike. The baseline is in every
+group of contenders that fit on the device, and a ratio is always of the same rounds.
 """
 
 import sys
@@ -151,8 +149,7 @@ class Rounds:
     def run(self) -> list[Result]:
         """Measure all contenders; the result of one that cannot run says why.
 
-        All processes have ended on return. A KeyboardInterrupt ends the measurement with the rounds
-        everyone in the group has had; before the first of them it is raised.
+        A KeyboardInterrupt ends it after the last whole round, and is raised if there is none.
         """
         results = list(self._results.values())
         try:

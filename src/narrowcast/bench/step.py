@@ -58,7 +58,6 @@ class StepSubject:
         }
 
     def measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Time as many steps as requested."""
         trial = self._trial
         assert trial is not None
         _repeat(trial, SETTLING_STEPS)

@@ -1,7 +1,6 @@
 """Time and memory of steps: CUDA events on a GPU, the clock on a CPU.
 
-On a GPU an event is recorded between two steps and nothing waits until the last one, so the host
-runs ahead as it does in training. If the device had to wait for the host, that is in the time.
+Nothing waits until the last step, so the host runs ahead as it does in training.
 """
 
 import time

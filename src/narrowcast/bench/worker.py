@@ -1,8 +1,6 @@
-"""The process of one contender: builds it, takes the first steps, then times steps on request.
+"""The process of one contender, with requests and answers as lines of JSON on stdin and stdout.
 
-Requests and answers are lines of JSON on stdin and stdout. Whatever a library prints must not come
-between them, so the process's own stdout is redirected to stderr, which is a log file. An exception
-ends the process; the other side reads the reason from the end of the log.
+Its own stdout goes to the log, because a library may print between two answers.
 """
 
 import importlib

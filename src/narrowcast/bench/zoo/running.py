@@ -1,8 +1,4 @@
-"""Measures rows of `bench models`, each in a process of its own.
-
-Rows are measured in groups, of one row unless more are requested. The rows of a group build,
-compile and warm up at the same time; then they are timed one at a time.
-"""
+"""Measures rows of `bench models`, each in a process of its own and timed one at a time."""
 
 import tempfile
 import time
@@ -134,7 +130,6 @@ class SavedRows:
         return {**self._about, **more, "rows": rows}
 
     def write(self, **more: Any) -> None:
-        """Write the file, if there is one."""
         if self._path is not None:
             replace_file(self._path, (dumps(self.data(**more), indent=1) + "\n").encode())
 
@@ -198,7 +193,6 @@ class _Groups:
             self._measure_all(_groups(self._failed_in_parallel, 1))
 
     def kill_all(self) -> None:
-        """End every process."""
         for worker in self._workers.values():
             worker.kill()
 

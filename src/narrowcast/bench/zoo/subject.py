@@ -1,8 +1,4 @@
-"""A worker's side of `bench models`: builds and warms up one row, then times its steps.
-
-A row that is set up beside others gives back cached memory while it waits, and warms up again
-before it is timed.
-"""
+"""A worker's side of `bench models`: builds and warms up one row, then times its steps."""
 
 import gc
 import time
@@ -79,7 +75,6 @@ class ZooSubject:
         return {}
 
     def measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Time the steps."""
         begin = time.time()
         if self._together > 1:
             self._warm_up()  # the allocator takes back what it gave while this row waited

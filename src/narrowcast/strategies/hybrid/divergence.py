@@ -1,8 +1,7 @@
-"""Divergence of a run, judged by the noise that its batches have anyway.
+"""Divergence of a run, judged by the noise of its batches.
 
-A falling loss is never a divergence. A single batch three deviations off happens once in 740
-batches, so the mean of about the last four losses is compared with the mean of the last hundred,
-in deviations of one batch.
+A single batch three deviations off happens once in 740 batches, so the mean of about the last four
+losses is compared with the mean of the last hundred.
 """
 
 import math
@@ -65,7 +64,6 @@ class DivergenceMonitor:
         return replace(self, rise=0.0, problem="")
 
     def to_json(self) -> dict[str, float | str]:
-        """Return the monitor as plain data."""
         return asdict(self)
 
     def _after_loss(self, loss: float) -> "DivergenceMonitor":

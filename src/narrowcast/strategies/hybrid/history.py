@@ -1,8 +1,7 @@
 """Past weights, and the line through them that predicts the next ones.
 
-The newest snapshot is stored whole, in fp32. For those before it only the movement to the next one
-is stored, in bf16: right to one part in 256, where the difference of two bf16 weights may have no
-correct digit at all.
+Before the newest snapshot only movements are stored, in bf16. They are right to one part in 256,
+where the difference of two bf16 weights may have no correct digit at all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,11 +33,9 @@ class WeightHistory:
         self._moves: list[list[Tensor]] = []
 
     def __len__(self) -> int:
-        """Return how many snapshots there are."""
         return len(self._steps)
 
     def bytes(self) -> int:
-        """Return the size of all snapshots."""
         return sum(t.nbytes for tensors in (self._newest, *self._moves) for t in tensors)
 
     def due(self, step: int) -> bool:
@@ -68,9 +65,8 @@ class WeightHistory:
     def predict(self, ahead_steps: int) -> list[Tensor]:
         """Return the movement of each weight over so many steps from the last snapshot, in fp32.
 
-        A least-squares line is followed. Each tensor's movement is multiplied by the share, from 0
-        to 1, that a line through all snapshots but the last would have predicted of the last
-        movement. So noise and weights that turned back are followed less, or not at all.
+        A tensor follows a least-squares line by the share of its last movement that a line through
+        the snapshots before would have predicted.
         """
         if ahead_steps < 1:
             raise ConfigError(f"ahead_steps must be 1 or more, got {ahead_steps}.")
@@ -116,11 +112,7 @@ class WeightHistory:
 
 
 def slope(moves: int, *, ahead: float) -> list[float]:
-    """Return what to multiply movements by, so that they sum to a fitted line's further way.
-
-    The line is fitted by least squares to the ends of `moves` equal intervals and followed for
-    `ahead` intervals.
-    """
+    """Return the factors that turn `moves` movements into a least-squares line's next `ahead`."""
     scale = 6 * ahead / (moves * (moves + 1) * (moves + 2))
     return [scale * k * (moves + 1 - k) for k in range(1, moves + 1)]
 

@@ -52,7 +52,6 @@ class JumpAccount:
         return (self.accepted + 1) / (self.tried + 2)
 
     def after_jump(self, *, cost: float, accepted: bool) -> "JumpAccount":
-        """Return the account after a jump."""
         return JumpAccount(
             spent=self.spent + cost,
             tried=self.tried + 1,
@@ -61,16 +60,12 @@ class JumpAccount:
         )
 
     def is_confident(self, threshold: float) -> bool:
-        """Return whether the acceptance rate can still be as high as a threshold.
-
-        The first jumps are always tried, then those within one standard deviation of the rate.
-        """
+        """Return whether the acceptance rate can still be as high as a threshold."""
         mean = self.confidence
         deviation = math.sqrt(mean * (1 - mean) / (self.tried + 3))
         return self.tried < FEWEST_JUMPS or mean + deviation >= threshold
 
     def to_json(self) -> dict[str, float]:
-        """Return the account as plain data."""
         return asdict(self)
 
 
@@ -137,9 +132,7 @@ class Jumper:
     ) -> JumpResult:
         """Move the weights to where they are predicted in so many steps, if the loss falls.
 
-        If the whole movement is rejected, half of it is tried: the correction. If that is rejected
-        too, every bit is put back. `before_correction` is called between the two, and may change
-        the formats. Waits for the device where losses are read.
+        `before_correction` is called before half of the movement is tried. Synchronises.
         """
         refusal = self.refusal()
         if refusal:
@@ -158,11 +151,9 @@ class Jumper:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the jumps to come."""
         return {"history": self.history.state_dict(), "account": self.account.to_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`."""
         self.history.load_state_dict(state["history"], device=self._engine.weights.device)
         self.account = JumpAccount(**state["account"])
 
@@ -226,9 +217,8 @@ class Jumper:
 def judge(before: Sequence[float], after: Sequence[float], *, scale: float = WHOLE) -> JumpResult:
     """Accept where the mean loss fell by more than chance allows, one-sided and paired.
 
-    A single micro-batch has a winner's curse: of jumps that do nothing, those are accepted that
-    its noise favours. So eight or more are compared, each with itself. Of jumps that change
-    nothing at most `RISK` are accepted, whole and half together.
+    A single micro-batch has a winner's curse: its noise selects jumps that do nothing. So eight or
+    more are compared, each with itself.
     """
     pairs = len(before)
     if pairs != len(after) or pairs < FEWEST_PAIRS:
@@ -250,9 +240,9 @@ def judge(before: Sequence[float], after: Sequence[float], *, scale: float = WHO
 
 
 def student_quantile(probability: float, *, freedom: int) -> float:
-    """Return Student's t at a probability, right to 2 % for 7 degrees of freedom and a risk of 1 %.
+    """Return Student's t by its expansion about the normal distribution.
 
-    By its expansion about the normal distribution (Abramowitz & Stegun 26.7.5).
+    Abramowitz & Stegun 26.7.5; right to 2 % for 7 degrees of freedom and a risk of 1 %.
     """
     z = NormalDist().inv_cdf(probability)
     terms = (

@@ -132,7 +132,6 @@ class JumpCourse:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the jumps to come."""
         return {
             "jumper": self._jumper.state_dict(),
             "monitor": self._monitor.to_json(),
@@ -140,7 +139,6 @@ class JumpCourse:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`."""
         self._jumper.load_state_dict(state["jumper"])
         self._monitor = DivergenceMonitor(**state["monitor"])
         self._divergences = int(state["divergences"])

@@ -1,13 +1,4 @@
-"""`nc.hybrid`: hybrid training in your own loop.
-
-run = nc.hybrid(model, optimizer, steps=1000, scheduler=CosineAnnealingLR, policy="bf16")
-for x, y in loader:
-    with run.autocast():
-        loss = F.cross_entropy(model(x), y)
-    run.step(loss)
-run.select_weights(lambda: validation_loss(model))  # returned from here on
-model.load_state_dict(run.eval_state_dict())
-"""
+"""`nc.hybrid`: hybrid training in your own loop."""
 
 import contextlib
 import copy

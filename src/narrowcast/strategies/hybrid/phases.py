@@ -97,7 +97,6 @@ class PhaseCourse:
         return counts | self._jumps.statistics(steps=self._in_phase.total())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the phases to come."""
         return {
             "phase": self.phase,
             "end": self._end,
@@ -111,7 +110,6 @@ class PhaseCourse:
         self._formats.apply(state["phase"], step=0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`."""
         self.phase, self._end = state["phase"], state["end"]
         if self.phase == "warmup":  # it may be longer in a run that is resumed with more steps
             self._end = self._warmup_steps

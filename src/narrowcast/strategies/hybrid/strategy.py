@@ -1,10 +1,4 @@
-"""Hybrid training of a recipe.
-
-Every preset predicts the weights of a fallen learning rate: it averages weights under a schedule
-longer than the run, and returns the best average. The lookahead (balanced, aggressive) takes each
-gradient at a point between the newest weights and their average. The aggressive preset also tries
-jumps of the weights; see `phases`.
-"""
+"""Hybrid training of a recipe: averages, lookahead and jumps, as its preset selects."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -134,24 +128,19 @@ class HybridStrategy(Strategy):
         self._accepted = self._rejected = 0
 
     def before_first_step(self) -> Iterable[Record]:
-        """Return the record of the first phase."""
         return self.phases.begin()
 
     def is_due(self, step: int) -> bool:
-        """Return whether a phase ends with this step."""
         return self.phases.is_due(step)
 
     def act(self, step: int, *, batches: int) -> Iterable[Record]:
-        """Start the next phase."""
         return self.phases.act(step, batches=batches)
 
     def after_step(self, outcome: Outcome) -> None:
-        """Update averages and the history of weights."""
         self.readouts.after_step(outcome)
         self.phases.after_step(outcome)
 
     def note(self, record: StepRecord) -> None:
-        """Take note of a step's record."""
         self.phases.note(record)
 
     def evaluate(self, step: int, measure: Measure) -> tuple[EvalRecord, Iterable[Record]]:
@@ -175,7 +164,6 @@ class HybridStrategy(Strategy):
         return EvalRecord(step=step, metrics=dict(judged.metrics)), [record]
 
     def answer(self) -> Mapping[str, Tensor]:
-        """Return the selected weights by name."""
         return self.readouts.weights()
 
     def put_answer(self) -> Mapping[str, Tensor]:
@@ -207,7 +195,6 @@ class HybridStrategy(Strategy):
         return [record]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that later steps depend on."""
         return {
             "readouts": self.readouts.state_dict(),
             "phases": self.phases.state_dict(),
@@ -216,11 +203,9 @@ class HybridStrategy(Strategy):
         }
 
     def restore_formats(self, state: Mapping[str, Any]) -> None:
-        """Change the model to the formats of the saved phase."""
         self.phases.restore_formats(state["phases"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`."""
         self.readouts.load_state_dict(state["readouts"])
         self.phases.load_state_dict(state["phases"])
         self._accepted, self._rejected = int(state["accepted"]), int(state["rejected"])

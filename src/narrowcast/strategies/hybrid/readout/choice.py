@@ -1,8 +1,4 @@
-"""Which weights a run returns: the trained ones or an average, selected by a metric.
-
-Selecting never changes the trained weights. The metric is the task's own on its held-out data, as
-for early stopping. There are few candidates, so the selection bias is small.
-"""
+"""Which weights a run returns: the trained ones or an average, selected by a metric."""
 
 import contextlib
 import math
@@ -54,7 +50,6 @@ class ChoosingBudget:
         return max(0.0, part * self.share * steps * self.step_cost - self.spent)
 
     def after_spending(self, passes: float) -> "ChoosingBudget":
-        """Return the budget after forward passes."""
         return replace(self, spent=self.spent + passes)
 
 
@@ -138,9 +133,7 @@ class Readouts:
     ) -> tuple[Choice, Race]:
         """Compare the candidates on the same batches, and select the best. Synchronises.
 
-        `passes` limits the forward passes; by default the budget does. Each candidate gets at least
-        one. The model is in eval mode without gradients, and every candidate draws the same random
-        numbers, which are not the run's.
+        Every candidate draws the same random numbers, which are not the run's.
         """
         model = self._prepared.model
         device = self._prepared.engine.weights.device
@@ -178,7 +171,6 @@ class Readouts:
         return self._prepared.engine.weights.copied_by_name(self._value_fn(name))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, the selection and its cost."""
         counts = {"names": list(self._numbers), "steps": self._steps, "spent": self.budget.spent}
         return {"chosen": self.chosen, **counts, **self.bank.state_dict()}
 
@@ -251,11 +243,9 @@ class AverageBank:
 
     @property
     def is_filled(self) -> bool:
-        """Whether the averages have been updated."""
         return self._updates > 0
 
     def bytes(self) -> int:
-        """Return the size of all averages."""
         return sum(a.numel() * a.element_size() for each in self._averages for a in each)
 
     def of(self, number: int, weight: nn.Parameter) -> Tensor | None:
@@ -267,9 +257,8 @@ class AverageBank:
     def update(self, *, applied: Tensor | None = None) -> None:
         """Move the averages towards the weights, unless the device flag `applied` is false.
 
-        At first an average is the plain mean of all updates, so that a long half-life does not hold
-        on to the initial weights. Does not synchronise. Needs fp32 copies of some weights at a
-        time.
+        At first an average is the plain mean, so that a long half-life does not hold on to the
+        initial weights. Does not synchronise.
         """
         if not self.half_lives:
             return
@@ -284,11 +273,9 @@ class AverageBank:
                 _move(these, local, share * moves)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and the number of updates."""
         return {"updates": self._updates, "averages": self._averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict()`."""
         copy_tensors(self._averages, state["averages"])
         self._updates = int(state["updates"])
 

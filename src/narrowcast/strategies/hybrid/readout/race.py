@@ -1,7 +1,6 @@
 """Compares candidate weights on the same few held-out batches, within a budget.
 
-The difference of two candidates varies far less between batches than their losses do. So a few
-batches are enough to tell which is better, if the difference matters.
+Their difference varies far less between batches than their losses, so a few batches are enough.
 """
 
 import math
@@ -34,11 +33,9 @@ class Race:
 
     @property
     def batches(self) -> dict[str, int]:
-        """Number of batches per candidate."""
         return {name: len(each) for name, each in self.seen.items()}
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each candidate that is left."""
         return {name: mean(self.seen[name]) for name in self.left}
 
     def scores(self, chosen: str, *, at: float | None = None) -> dict[str, float]:
@@ -63,9 +60,7 @@ def race(
 ) -> Race:
     """Compare candidates on batches with at most so many forward passes.
 
-    Batches whose metric is finite for no candidate count only if there are no others; after eight
-    of them the comparison ends. Every eight batches, candidates that are clearly behind the best
-    are dropped, and the others get their share.
+    Every eight batches, candidates that are clearly behind the best are dropped.
     """
     seen = {name: list[float]() for name in names}
     nothing_learned = {name: list[float]() for name in names}
