@@ -59,11 +59,7 @@ def continued(
     state: Mapping[str, Any] | None = None,
     accept: Collection[str] = (),
 ) -> Continued:
-    """Return the recipe of `run` before and after `overrides`; raise for those that may not change.
-
-    The checkpoint `state` has the settings before. A folder with other settings raises, unless
-    `accept` has "settings".
-    """
+    """Return the recipe of `run` before and after `overrides`; raise if one may not change."""
     saved: Mapping[str, Any] = {} if state is None else state.get("settings", {})
     resolved, dropped = _resolved(run, saved, accept=accept)
     as_saved = {key: {"value": saved[key], "origin": FROM_CHECKPOINT} for key in saved}

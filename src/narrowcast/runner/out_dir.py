@@ -33,8 +33,7 @@ class OutDir:
 def out_dir(name: str, out: str | None) -> Iterator[OutDir]:
     """Yield the folder of a new run: `out`, or the first free one for `name`.
 
-    An `out` with a run in it raises before any work is done. A default folder is created at once,
-    so that two runs that start together get one each, and removed again if it stays empty.
+    A default folder is created at once, so that two runs that start together get one each.
     """
     check_one_process()
     if out is not None:

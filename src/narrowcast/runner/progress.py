@@ -1,7 +1,4 @@
-"""Progress of a run: its numbers as text, and the display of `Run.finish`.
-
-A notebook shows an HTML bar, a terminal one line that is overwritten, anything else plain lines.
-"""
+"""Progress of a run as text, and its display in a notebook, a terminal or a log."""
 
 import html
 import math
@@ -82,7 +79,6 @@ class RunProgress:
         self._due, self._pending = 0.0, False
 
     def take(self, record: Record) -> None:
-        """Take note of a record."""
         match record:
             case StepRecord():
                 self.tally = self.tally.after(record)

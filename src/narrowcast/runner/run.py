@@ -1,12 +1,4 @@
-"""A run from a recipe to records, a folder and a report.
-
-    result = nc.train("quickstart", ["steps=200"], out="runs/mine").finish()
-
-    for record in nc.train("quickstart", ["steps=200"]):
-        ...
-
-The command line does the same and shows it.
-"""
+"""A run from a recipe to records, a folder and a report."""
 
 import contextlib
 import logging

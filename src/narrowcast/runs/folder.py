@@ -1,8 +1,6 @@
 """The run folder: settings, environment, records and output, never half written.
 
-A record is one line appended to `records.jsonl`. Every other file is written under another name,
-synced and renamed. After a kill or a full disk each file is the old or the new one, and at most the
-last line of the records is torn.
+Only the last line of `records.jsonl` may be torn after a kill or a full disk.
 """
 
 from __future__ import annotations
@@ -86,12 +84,10 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
         return self.path / CHECKPOINTS
 
     @property
     def recipe_text(self) -> str:
-        """The text of the recipe."""
         try:
             return read_plain(self.path / RECIPE).decode()
         except (OSError, UnicodeDecodeError) as error:
@@ -196,11 +192,9 @@ class RunFolder:
         self._records.close()
 
     def __enter__(self) -> Self:
-        """Return the folder."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the folder."""
         self.close()
 
     def _file_called(self, name: str) -> Path:

@@ -1,8 +1,4 @@
-"""Follows the records of a run while they are written, without a lock.
-
-Meanwhile the writer may append, be killed within a line, cut the file back to a checkpoint, or be
-deleted with its folder.
-"""
+"""Follows the records of a run without a lock, while they are written, cut back or deleted."""
 
 from __future__ import annotations
 
@@ -87,8 +83,7 @@ class Follower:
     def _continues(self, file: BinaryIO, size: int, identity: tuple[int, int]) -> bool:
         """Return whether the part that was read is unchanged.
 
-        Its size alone is not enough: a resumed run may cut the file and write more than it had. But
-        the last line then differs, if only in its seconds.
+        A resumed run may cut the file and write more than it had, but its last line then differs.
         """
         if identity != self._identity or size < self._offset:
             return False

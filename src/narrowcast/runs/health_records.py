@@ -1,8 +1,6 @@
-"""Health records: many tensors per line, in columns, so that a long run stays small.
+"""Health records: many tensors per line, in columns with indices of names.
 
-A line has each name once, in `modules`, `roles` or `formats`, and columns have indices. Numbers
-have four digits. A line of 600 tensors is a third of its size as objects, and is read in about a
-millisecond.
+A line of 600 tensors is a third of its size as objects, and is read in about a millisecond.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ _LARGEST = 1.797e308
 class HealthRecord:
     """Statistics of the tensors of one sampled step, one column per quantity.
 
-    Every column has one entry per tensor, in the same order. If casts to fp8 are counted, `amax`,
-    `overflow` and `underflow` cover all steps since the previous record.
+    If casts to fp8 are counted, `amax`, `overflow` and `underflow` cover all steps since the
+    previous record.
     """
 
     step: int

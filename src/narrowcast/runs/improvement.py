@@ -1,7 +1,4 @@
-"""Progress of the headline metric: its best value, and evaluations without improvement.
-
-The trainer keeps it, a checkpoint has it, and displays compute it again from records.
-"""
+"""Progress of the headline metric: its best value, and evaluations without improvement."""
 
 import math
 from collections.abc import Iterable
@@ -52,7 +49,6 @@ class Improvement:
         return f"{metric.name} had not improved for {self.stalled} {times}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return asdict(self)
 
 

@@ -1,7 +1,4 @@
-"""One writer per run folder; a second process that resumes the same run gets an error.
-
-Readers can check whether there is a writer without becoming one.
-"""
+"""One writer per run folder; readers can check whether there is one."""
 
 from __future__ import annotations
 
@@ -17,14 +14,13 @@ from narrowcast.errors import CheckpointError
 from narrowcast.runs.writing import explain_write_error
 
 LOCK = ".lock"
-"""Lock file of a run folder."""
 
 _held: set[tuple[int, int]] = set()
 """Device and inode of every lock file that this process holds.
 
 A POSIX record lock guards nothing within its process, and closing any descriptor of the file there
-releases it: so such a file is not even opened. A forked worker has this set and not the locks; what
-it then refuses, the lock of its parent refuses as well.
+releases it, so such a file is not even opened. A forked worker has this set but not the locks; the
+lock of its parent keeps it out as well.
 """
 _guard = threading.Lock()
 
@@ -79,7 +75,6 @@ class Lock:
         return file
 
     def release(self) -> None:
-        """Release the lock."""
         if self._file is not None:
             _held.discard(_identity(os.fstat(self._file)))
             os.close(self._file)

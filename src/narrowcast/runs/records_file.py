@@ -49,9 +49,8 @@ class RecordsFile:
     def rewind(self, step: int, *, saved_bytes: int | None = None) -> list[Record]:
         """Drop what follows the checkpoint of `step`, and a torn last line; return the rest.
 
-        `saved_bytes` is the size of the file at the checkpoint, if known. A background checkpoint
-        is recorded after later steps, so its record may be dropped too. If the run died before it
-        recorded the checkpoint, the records up to `step` stay.
+        A background checkpoint is recorded after later steps, so its record may be dropped too. If
+        the run died before it recorded the checkpoint, the records up to `step` stay.
         """
         self._lock.acquire()
         ended = self._ended_records()

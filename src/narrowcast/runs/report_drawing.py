@@ -1,8 +1,4 @@
-"""SVG drawings in the colours of the page around them.
-
-Colours are custom properties of the report (`--group0`, `--quiet`), set for light and dark. Every
-drawing has a text that says what it shows.
-"""
+"""SVG drawings in the colours of the page around them, each with a text that describes it."""
 
 import math
 from collections.abc import Iterable

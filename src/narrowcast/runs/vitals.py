@@ -1,8 +1,4 @@
-"""Whether a finished run has diverged, computed record by record.
-
-It has if its weights or its last evaluation are not finite, if no step was applied, or if all of
-its last steps were skipped.
-"""
+"""Whether a finished run has diverged, computed record by record."""
 
 import math
 from collections.abc import Iterable
@@ -64,7 +60,6 @@ class Vitals:
         return "; ".join(filter(None, lines))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return asdict(self)
 
 

@@ -44,11 +44,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def written_atomically(path: Path, *, hint: str) -> Iterator[Path]:
-    """Yield a name to write a file or folder at, and rename it to `path` once it is complete.
-
-    If writing fails, `path` is unchanged and the `CheckpointError` ends with `hint`. Leftovers of a
-    killed process are removed.
-    """
+    """Yield a name to write a file or folder at, and rename it to `path` once it is complete."""
     try:
         with _atomic_name(path) as other:
             yield other

@@ -1,7 +1,6 @@
 """Adaptive precision: health readings decide the format of each module, overflows that of all.
 
-A reading or a record takes effect one step later than it could. On a GPU that is when the host has
-it without waiting, and a resumed run must decide like one that was not interrupted.
+Readings take effect one step late, when a GPU's host has them without waiting.
 """
 
 from collections import deque
@@ -128,12 +127,10 @@ class Adapter:
         return result
 
     def apply(self) -> None:
-        """Change the model to the formats that were decided."""
         # A loss scale that fp16 needs is kept in wider formats until fp16 returns.
         self._prepared.set_policy(self._planned(), keep_scale=self._ladder.rung > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that later changes depend on."""
         seen = [
             [step, [list(t) for t in matched], list(unsafe_to_lower)]
             for step, matched, unsafe_to_lower in self._seen

@@ -70,8 +70,7 @@ class Order:
 class BatchStream:
     """An endless iterator of batches on `device`, from batch `start` on.
 
-    With `workers`, processes fetch ahead. Up to `prefetch` batches wait on a CUDA device, copied on
-    a stream of their own. Neither changes the batches. Close it to end its processes.
+    `workers` and `prefetch` do not change the batches. Close it to end its processes.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """The weights of the best evaluation, in a file of the run folder until the run ends.
 
-Each is a file of its own, `best/step-000060.safetensors`, and stays while a checkpoint refers to
-it, because a killed run resumes with the best weights it had then.
+A file stays while a checkpoint refers to it, because a killed run resumes with it.
 """
 
 import hashlib
@@ -193,9 +192,7 @@ class EarlyStopping:
         return self.improvement.why_over(metric=self.metric, patience=self._settings.patience)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return self.improvement.to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`."""
         self.improvement = Improvement(**state)

@@ -1,8 +1,4 @@
-"""Health readings of a run: samples of its tensors, their statistics, and findings.
-
-Tensors are sampled in the steps that are read. Statistics are computed on the device and arrive
-with the record of their step.
-"""
+"""Health readings of a run: samples of its tensors, their statistics, and findings."""
 
 import contextlib
 from collections import deque
@@ -78,8 +74,8 @@ class Observer:
     def account(self, record: StepRecord, *, explained: bool = False) -> Iterator[Record]:
         """Yield the findings and statistics that come with a step's record.
 
-        If a diagnosis has `explained` a bad step, its statistics are not judged: samples often miss
-        the first bad value and would name another.
+        Statistics of a bad step that a diagnosis `explained` are not judged: samples often miss the
+        first bad value.
         """
         scaling = self._prepared.loss_scale
         yield from self._findings.step(record, scaling=scaling)
@@ -111,11 +107,9 @@ class Observer:
             self._profile.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that later findings depend on."""
         return self._findings.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict()`."""
         self._findings.load_state_dict(state)
 
     def _remove(self) -> None:

@@ -119,8 +119,7 @@ def get_groups(task: Task) -> Sequence[ParameterGroup] | None:
 def layerwise_decay(stages: Sequence[nn.Module], *, decay: float) -> list[ParameterGroup]:
     """Return one group per stage, from input to output, for layer-wise learning rate decay.
 
-    The last stage has the full learning rate, each earlier one `decay` times that of the next. A
-    weight shared by two stages belongs to the first.
+    A weight shared by two stages belongs to the first.
     """
     groups, seen = list[ParameterGroup](), set[nn.Parameter]()
     for depth, stage in enumerate(stages):

@@ -109,11 +109,7 @@ def each_phase(items: Iterable[_Item], ask: Callable[[_Item], _Answer]) -> tuple
 def phases_json(
     recipe: Recipe, plans: Sequence[Plan], *, task_row: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the plan of a run as plain data, for `narrowcast plan --json` and plan.json.
-
-    It is the plan of the first phase. With a schedule, `phases` has policy, end, bytes, modules and
-    formats of each. `task_row` is the row that `precision.task` selected.
-    """
+    """Return the plan of a run as plain data, for `narrowcast plan --json` and plan.json."""
     info = plans[0].to_json()
     if task_row is not None:
         info[TASK_ROW] = dict(task_row)

@@ -1,8 +1,6 @@
 """The precision schedule of a run: which policy is active, and when the next one starts.
 
-An end that is a step or a share of the run is known in advance. A condition is checked in every
-step's record and takes effect one step later. On a GPU that is when the host has the record without
-waiting, and a resumed run must decide like one that was not interrupted.
+A condition takes effect one step late, when a GPU's host has the record without waiting.
 """
 
 import math
@@ -109,7 +107,6 @@ class PrecisionSchedule:
         return [record]
 
     def apply_phase(self) -> None:
-        """Change the model to the policy of the current phase."""
         if not self._phases:
             return
         policy, engine = self._plan.policy, self._prepared.engine
@@ -119,7 +116,6 @@ class PrecisionSchedule:
             self._prepared.set_policy(self._plan, loss_scale=self._scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the schedule."""
         return {**asdict(self._progress), "losses": list(self._progress.losses)}
 
     def restore(self, state: dict[str, Any]) -> None:

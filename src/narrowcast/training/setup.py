@@ -126,8 +126,7 @@ def lr_factor(
 ) -> Callable[[int], float]:
     """Return the factor on the learning rate as a function of the updates so far, for `LambdaLR`.
 
-    A linear warm-up, then the shape of `settings.name`, which falls to `settings.min_lr_ratio`
-    after `stretch` times `steps` updates.
+    It falls to `settings.min_lr_ratio` after `stretch` times `steps` updates.
     """
 
     warmup = settings.warmup_steps(steps)

@@ -43,8 +43,8 @@ class Stop:
 def stop_on_signals(folder: Path | None = None) -> Iterator[Stop]:
     """Record stop signals inside the block; the same signal a second time acts as usual.
 
-    A different signal is the same request: systemd sends SIGTERM and SIGHUP together. Only the main
-    thread can set handlers. Signals that the process ignores, as under nohup, stay ignored.
+    A different signal is the same request: systemd sends SIGTERM and SIGHUP together. Signals that
+    the process ignores, as under nohup, stay ignored.
     """
     stop = Stop(folder)
     noted: set[signal.Signals] = set()

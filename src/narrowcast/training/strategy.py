@@ -1,7 +1,6 @@
 """Hooks that a training strategy has between the steps of a run.
 
-A strategy never moves a counter of the run, draws none of its random numbers and reads none of its
-batches. With the strategy switched off, the run is the same bit for bit.
+A strategy moves no counter, draws no random number and reads no batch of the run.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +23,7 @@ class Strategy:
         return ()
 
     def is_due(self, step: int) -> bool:
-        """Return whether `act` has something to do after this step; does not synchronise.
+        """Return whether `act` has something to do after this step; must not synchronise.
 
         It may depend on `act` and on records up to the step before, so that a resumed run decides
         like one that was not interrupted.

@@ -1,8 +1,6 @@
 """The training loop: a run as a generator of records.
 
-Between two records, everything is a function of the recipe and of the state in the last checkpoint,
-so a run that is killed and resumed gives the same records and weights. On a GPU the record of a
-step comes one step late, so that the device never waits for the host.
+On a GPU the record of a step comes one step late, so that the device never waits for the host.
 """
 
 import os
@@ -50,20 +48,11 @@ def train_loop(
 ) -> Generator[Record]:
     """Train for `recipe.steps` steps, and yield records as they happen.
 
-    A step that overflows counts, and is recorded as skipped. `recipe.eval.patience` may end the run
-    early. SIGINT, SIGTERM and SIGHUP end it after the step in progress, with a checkpoint.
-
     Args:
         folder: Run folder for checkpoints and weights; without one nothing is saved.
-        resume: State of a checkpoint to continue from. Resuming is bit-exact, on a GPU only with
-            `recipe.deterministic`.
+        resume: State of a checkpoint to continue from.
         accept: May have "data", to continue on other data than that of the checkpoint.
         strategy: Acts between steps, and decides which weights the run returns.
-
-    Raises:
-        CheckpointError: If `resume` has another model, other settings or other data.
-        DivergedError: If training cannot continue, or the finished run has diverged.
-        Interrupted: After a signal.
     """
     loop = _TrainLoop(prepared, task, recipe, folder=folder, strategy=strategy)
     try:
@@ -284,8 +273,8 @@ CUBLAS_WORKSPACE = ":4096:8"
 def deterministic_kernels(requested: bool) -> Iterator[None]:
     """Use only deterministic kernels inside the block, if requested.
 
-    On a GPU the backward pass of attention sums in any order, so two runs of one recipe, or a run
-    and its resumption, differ in their last bits. Deterministic steps take up to twice as long.
+    On a GPU the backward pass of attention sums in any order. Deterministic steps take up to twice
+    as long.
     """
     if not requested:
         yield

@@ -72,11 +72,9 @@ class VitalSigns:
         raise DivergedError(f"The run has diverged: {message}", self._left(step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run is judged by."""
         return {**self._vitals.to_json(), "bad_from": self._bad_from}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`."""
         self._bad_from = state.get("bad_from", 0)
         self._vitals = Vitals(**{key: state[key] for key in state if key != "bad_from"})
 

@@ -1,8 +1,6 @@
-"""Checkpoints: the whole state of a run at one step, atomic and without pickle.
+"""Checkpoints: the whole state of a run at one step, without pickle.
 
-A checkpoint is a folder `step-000100`. `tensors.safetensors` has the tensors, and `state.json` has
-everything else with the size and checksum of both. It is written under another name, synced and
-renamed, so a folder of that name is always complete. Older ones are removed after that.
+A folder is written under another name, synced and renamed, so `step-000100` is always complete.
 """
 
 import hashlib

@@ -40,7 +40,6 @@ class DataIdentity:
     """What the digest covers."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return asdict(self)
 
     def differs_from(self, saved: Mapping[str, Any]) -> str:
@@ -58,8 +57,7 @@ class DataIdentity:
 def identify_data(task: Task, *, workers: int = 0) -> DataIdentity:
     """Fingerprint the data of a task: by its own digest, as a whole in memory, or by samples.
 
-    If `workers` will read the data, a separate process reads the samples, because files that they
-    open must not be shared. Random generators are left unchanged.
+    With `workers`, a separate process reads the samples: open files must not be shared with them.
     """
     data = task.train_data
     samples, looked_at = len(data), ALL

@@ -46,8 +46,7 @@ class RunEnd:
     measured: Mapping[str, float] = field(default_factory=dict)
     """Headline metric of that evaluation, by name."""
     extendable: bool = True
-    """Whether more steps would continue it like a longer run; not if, for example, its learning
-    rate depends on the number of steps."""
+    """Whether more steps continue it like a longer run; not if its LR depends on their number."""
 
     def to_json(self) -> dict[str, Any]:
         """Return its part of `finished.json`."""
@@ -76,11 +75,7 @@ def write_results(
     end: RunEnd,
     best: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Write the weights, then the task's own files, then `finished.json`.
-
-    `best` has weights to export in place of the model's. If the task's `write_results` fails, the
-    weights are saved already and `narrowcast resume` calls it again.
-    """
+    """Write the weights (or `best`), then the task's own files, then `finished.json`."""
     weights = folder / (task.weights_path or WEIGHTS)
     files = set[Path]()
     if not task.weights_path:
@@ -139,8 +134,7 @@ def export_weights(
 ) -> None:
     """Write the model's state to `path`, every weight in full precision.
 
-    Names are those of `state_dict()`. For tied weights the file has the first name, as
-    `safetensors.torch.load_model` expects. Equal weights give equal bytes.
+    For tied weights the file has the first name, as `safetensors.torch.load_model` expects.
     """
     tied, weights = tied_names(prepared.model), {**prepared.engine.weights.full_by_name(), **best}
     _, tensors = flatten({name: weights[name] for name in weights if name not in tied})

@@ -1,8 +1,6 @@
-"""Frozen weights, which a checkpoint does not hold because the task builds them again.
+"""Frozen weights, of which a checkpoint has only checksums because the task builds them again.
 
-For a large model with adapters, a checkpoint has only what is trained, and a checksum of every
-frozen weight. The checksum uses integers on the weight's own device, so it is the same on every
-device and nothing is copied to the host.
+Checksums use integers on the weight's own device, so they are the same on every device.
 """
 
 from collections.abc import Iterable, Mapping

@@ -130,7 +130,7 @@ class RecordsDigest:
         self._read, self._digest = 0, hashlib.sha256()
 
     def upto_now(self, folder: Path) -> dict[str, Any]:
-        """Sync the records, and return their size and digest; both are 0 and empty without records.
+        """Sync the records, and return their size and digest, or 0 and "" without records.
 
         After a power cut, a synced checkpoint then has the records of its steps.
         """

@@ -1,7 +1,6 @@
-"""A nested state (dicts, lists, tuples, tensors, plain values) as one JSON value and named tensors.
+"""A nested state as one JSON value and named tensors.
 
-JSON alone would turn a tuple into a list, the key 3 into "3", and has no infinities. What JSON
-lacks is an object with one key that starts with `$`.
+What JSON lacks (tuples, keys that are numbers, inf) is an object with one key that starts with `$`.
 """
 
 import math

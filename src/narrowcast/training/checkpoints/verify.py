@@ -60,9 +60,7 @@ def verify_resume(
 ) -> ResumeCheck:
     """Run `recipe` to its end, and again with a SIGKILL after a step chosen by `seed`; compare.
 
-    `overrides` are the arguments of `narrowcast train`. The runs are left in `folder` as `straight`
-    and `resumed`, with their logs. On a GPU both are `deterministic`, unless the arguments say
-    otherwise.
+    On a GPU both runs are `deterministic`, unless `overrides` set it.
     """
     every = max(recipe.steps // 5, 1)
     if recipe.eval.patience:  # it may be over soon

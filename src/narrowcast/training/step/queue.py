@@ -77,7 +77,6 @@ class StepQueue:
         return len(self._unread)
 
     def restart_clock(self) -> None:
-        """Start the time of the next step now."""
         self._since = time.perf_counter()
 
     def drop_graphs(self) -> None:

@@ -1,7 +1,4 @@
-"""One training step: forward and backward of each micro-batch, then the update.
-
-Steps run eagerly or as CUDA graphs.
-"""
+"""One training step, eager or as a CUDA graph."""
 
 import contextlib
 from collections.abc import Sequence
@@ -60,7 +57,6 @@ class Stepper:
 
     @property
     def captured(self) -> bool:
-        """Whether steps are CUDA graphs now."""
         return self._graphed is not None and self._graphed.captured
 
     def drop_graphs(self) -> None:
@@ -97,7 +93,6 @@ class Stepper:
         return self.losses.mean(losses)
 
     def _pass(self, batch: Batch, *, micro_batches: int) -> LossParts:
-        """Run one forward and backward pass."""
         with self._prepared.autocast():
             loss = self.losses.of(self._model, batch)
         self.losses.backward(loss, micro_batches=micro_batches)
@@ -137,9 +132,8 @@ def _wants_graph(prepared: Prepared, task: Task, recipe: Recipe) -> bool:
 
 
 VERSIONS = 64
-"""Versions of a block that the compiler keeps before it silently runs the rest uncompiled. Its
-default of 8 is too few: every policy of a run needs three, to evaluate and to train, and so does
-every kind of block with an override."""
+"""Versions of a block that are compiled; any more run uncompiled without a warning. torch's 8 is
+too few: every policy and every kind of block with an override needs three."""
 
 
 def compiled(model: nn.Module, recipe: Recipe) -> nn.Module:
