@@ -176,7 +176,9 @@ class HeatMap:
 def heat_map(records: Sequence[HealthRecord]) -> HeatMap | None:
     """Return the heat map of a run, or None without samples.
 
-    For each measure a tensor has a list of values, or one number where it never changes.
+    Its data: `edges` of the columns in steps, `spans` (first and last sampled step of each), `rows`
+    (module, role, format), and for each measure a row of values by tensor: a list, or one number
+    where it never changes.
     """
     records = sorted(records, key=lambda record: record.step)
     matches = tensors(records)
