@@ -13,7 +13,7 @@ from narrowcast.kernels.launch import PLAIN
 def as_sharded(tensor: Tensor) -> Any:
     """Return a tensor that is sharded over devices (a DTensor) as one, and None for any other.
 
-    Whoever has one has imported its module; importing it here would cost everyone else a second.
+    Does not import its module, which takes a second: whoever has a DTensor has imported it.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None

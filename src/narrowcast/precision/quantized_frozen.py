@@ -1,8 +1,7 @@
-"""Layers whose frozen weight is kept in e4m3: a byte a weight, and a scale for each output.
+"""Layers whose frozen weight is stored in e4m3: one byte per weight, and one scale per output.
 
-The scale is a power of two, so a kept weight is exactly a number of bf16 and of fp32: widening it
-rounds nothing, and all ways to multiply it multiply the same numbers. Its wide value exists only
-while a product needs it; for the backward pass the bytes are kept, not what was made of them.
+The scale is a power of two, so the weight is exact in bf16 and fp32. The wide value exists only
+while a product needs it.
 """
 
 import copyreg
@@ -46,8 +45,7 @@ class QuantizedFrozenInfo:
 class QuantizedFrozenLayer(nn.Module):
     """A layer with a frozen weight in e4m3, in front of the class it had.
 
-    `weight` shows the wide value to whoever reads it. Whoever writes to it (`weight.data = …`, as
-    merging an adapter does) makes a plain layer of this, with what was written as its weight.
+    Writing to `weight` (`weight.data = …`, as merging an adapter does) makes it a plain layer.
     """
 
     nc_plain_layer: type[nn.Module]
@@ -151,10 +149,7 @@ def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype, *, again: bool = F
 
 
 def _in_e4m3(matrix: Tensor) -> tuple[Tensor, Tensor, float | None]:
-    """Return a matrix in e4m3, the scale of each row, and signal to noise in dB, if it has numbers.
-
-    A piece at a time: beside a large matrix there is no second one in fp32.
-    """
+    """Return a matrix in e4m3, the row scales and the SNR in dB; in pieces, to save memory."""
     rows, columns = matrix.shape
     codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=matrix.device)
     scale = torch.empty(rows, device=matrix.device)

@@ -1,14 +1,11 @@
 """A module given another class in place: what `prepare` does to modules, and how it is undone.
 
-Changing a module's class in place keeps its name, parameters, hooks and every reference to it, so
-tied weights, shared submodules and `state_dict` keys stay as they are, and `isinstance` holds. The
-class is made here and is nobody's to see: it enters no registry of subclasses, calling it makes a
-module of the plain class, `forward` has the signature it had, and a copy or a pickle is of the
-plain class.
+This keeps its name, parameters, hooks, references and `state_dict` keys, and `isinstance` holds. A
+copy or a pickle is of the plain class.
 
 A module may declare what it does: `fused_mlp = ("up", "gelu", "down")` promises that its forward is
-`down(gelu(up(x)))` with the exact GELU. A module whose class has `nc_kernels = False` has a faster
-way of its own, with kernels for 16-bit tensors on a GPU, and takes it where this is set to true.
+`down(gelu(up(x)))` with the exact GELU. A module whose class has `nc_kernels = False` has kernels
+of its own for 16-bit tensors on a GPU, and uses them where this is set to true.
 """
 
 import copyreg
@@ -119,17 +116,11 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 class Transparent(Mixin):
-    """Base of mixins with which a module computes what it would without, where it is called.
-
-    Who computes in a module's place, without calling it, goes by `working_class`.
-    """
+    """Base of mixins that do not change what a module computes; see `working_class`."""
 
 
 class Probe(Transparent):
-    """Base of mixins that only look at what passes.
-
-    They will put back the class they found. Who computes in a module's place says so here.
-    """
+    """Base of mixins that only observe, and restore the class they found."""
 
     @abstractmethod
     def nc_sees(self, x: Tensor) -> None:
@@ -214,11 +205,9 @@ def _joined_meta(meta: Any) -> Any:
 
 
 def _own_forward(forward: Any, plain: Any) -> Any:
-    """Return a function of its own that does what `forward` does and is called as `plain`'s is.
+    """Return a function of its own that does what `forward` does, with `plain`'s signature.
 
-    Others read the signature of a model's forward, to see what it takes. A compiler keeps what it
-    has compiled, how often, and for which shapes by the code of a function: models of two classes
-    would share it.
+    A compiler caches by the code of a function: models of two classes would share it.
     """
     code = forward.__code__.replace(co_name=f"{plain.__module__}.{plain.__qualname__}.forward")
     inputs = (forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)

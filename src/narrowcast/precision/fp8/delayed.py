@@ -1,9 +1,7 @@
 """Delayed scaling: scales of fp8 operands from the largest magnitudes of past steps.
 
-Within a step every call uses the same scale and notes the largest magnitude it met. When the step
-is applied, that goes into the history and the next scale comes out of it; a skipped step leaves no
-trace. The scales of all modules lie side by side, so that a step moves them in one go. A scale that
-is zero is undecided: the first matrix decides it, and whoever asks for it learns so here.
+The scales of all modules lie side by side, so that an applied step moves them in one operation. A
+scale of zero is undecided: the first matrix decides it.
 """
 
 import contextlib
@@ -25,8 +23,7 @@ LENGTH = 16
 COUNTS = ("looked at", "saturated", "flushed to zero")
 """Of values, beside the largest magnitude, in what a cast counts."""
 COUNTED = 7
-"""An emulated product looks at one row in so many, as a kernel at one tile. No power of two: most
-sequences have one as their length, and the same tokens of each would be looked at."""
+"""An emulated product samples one row in this many; no power of two, as sequence lengths are."""
 _APART = 4
 _INPUT = OPERANDS.index("input")
 
@@ -68,10 +65,9 @@ class AmaxHistories:
         return AmaxHistory(self, module)
 
     def advance(self, finite: Tensor, *, loss_growth: Tensor | None = None) -> None:
-        """Take in what a step has seen, if it was applied, and set the scales of the next.
+        """Add an applied step to the histories and set the next scales.
 
-        Where the loss is multiplied by so much more from then on, so are all gradients of the past:
-        else those of the next step would saturate whenever a loss scale doubles.
+        When the loss scale grows, past gradients are multiplied too, or the next would saturate.
         """
         if self.reads_by_name != list(range(len(self.reads_by_name))):
             # Of inputs that are one tensor everybody remembers what one has noted.
@@ -132,10 +128,7 @@ class AmaxHistories:
         self._note_decided()
 
     def take_over(self, pairs: Sequence[tuple["AmaxHistory", "AmaxHistory"]]) -> None:
-        """Let modules of these go on from other histories: pairs of one's own and another's.
-
-        A scale is kept, or made from the past where the format is another. Waits for the device.
-        """
+        """Continue from other histories, as pairs of own and other; synchronises."""
         for mine, other in pairs:
             i, j, theirs = mine.module, other.module, other.whole
             self.amax[i] = theirs.amax[j]
@@ -150,10 +143,7 @@ class AmaxHistories:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Take back afterwards what passes inside the block note or decide. Waits for the device.
-
-        A scale that no matrix has decided yet is decided by those of the block, and forgotten.
-        """
+        """Undo what passes in the block note or decide; synchronises with the device."""
         # As `.data`: autograd may be keeping the counts for a backward pass.
         held = [each.data for each in (self.cast_stats, *self.state_dict().values())]
         before, moves = [each.clone() for each in held], self.moves
@@ -192,10 +182,7 @@ class AmaxHistory:
         )
 
     def reads_with(self, other: "AmaxHistory") -> bool:
-        """Have one scale with another module for inputs, which are the same tensors; or say no.
-
-        What both remember stays what each would by itself. Waits for nothing.
-        """
+        """Share the input's scale with a module that reads the same tensors, if possible."""
         whole, leader = self.whole, other.whole.reads_by_name[other.module]
         if (
             whole is not other.whole

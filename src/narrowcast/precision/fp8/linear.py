@@ -1,10 +1,7 @@
 """Linear layers whose products run on fp8 tensor cores, with scales of any kind.
 
-The weight is kept in fp8 as well, in both layouts, and made anew only when it changes: once a step,
-whatever the number of micro-batches. An input is read once to be quantised for the output and,
-transposed, for the gradient of the weight, whatever the number of layers that read it; only the
-latter is kept for the backward pass. The gradient of the output is read once for both backward
-products.
+The weight is kept in fp8 in both layouts and made anew only when it changes, once per step. The
+backward pass keeps only the transposed fp8 input.
 """
 
 from typing import Any
@@ -43,8 +40,8 @@ class Fp8Linear(Mixin, nn.Linear):
     nc_weight: Quantized | None = None
     """The weight in fp8."""
     nc_weight_key: tuple[int, int, int, bool] | None = None
-    """Which weight, which version of it, the scales of which step it was made from, and whether to
-    train: between training and evaluation weights may be exchanged through `.data`, uncounted."""
+    """Weight, its version, step of the scales, and training mode: between training and evaluation
+    weights may be exchanged through `.data`, which counts no version."""
     nc_autocast: str | None = None
     """The device type whose autocast is on around this layer, if one is: off, it is an island."""
 
@@ -211,10 +208,9 @@ class _Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def second(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return gradients of which that of the input can be differentiated again.
+        """Return gradients, of which that of the input can be differentiated again.
 
-        It is a product of gradient and weight alone. That of the weight would need the input, of
-        which only fp8 codes were kept; who differentiates it is told so.
+        That of the weight raises instead, since only fp8 codes of the input were kept.
         """
         with torch.no_grad():
             _, grad_weight, *rest = _Fp8Product.gradients(ctx, grad)

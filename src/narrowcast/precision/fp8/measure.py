@@ -1,10 +1,7 @@
 """Measure how fast linear layers are in bf16 and in fp8 on a GPU, for plans to look up.
 
-A forward and a backward pass of one layer, with the weight quantised anew as after every step,
-captured as a CUDA graph and replayed: what the device takes, whatever the host does. A frozen layer
-has no gradient of the weight, and nothing to quantise anew. What the host takes is that of a layer
-so small that the device waits for it, in eager mode, as one of many, as models have them: one with
-a backward pass of its own takes the host twice as long.
+Device time is that of a replayed CUDA graph of both passes. Host time is that of a small layer in
+eager mode, as one of many: a layer with its own backward pass takes the host twice as long.
 """
 
 import datetime
@@ -90,10 +87,7 @@ def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch
 
 
 def _host_seconds(kinds: Sequence[str], *, device: torch.device) -> dict[str, float]:
-    """Return how long the host takes to queue both passes of a layer. Waits for the device.
-
-    Kinds take turns: they are compared, and a host grows slow at times.
-    """
+    """Return the host time to queue both passes of a layer; kinds take turns. Synchronises."""
     steps = {kind: _step(kind, *SMALL, device=device, layers=HOST_LAYERS) for kind in kinds}
     best = dict.fromkeys(kinds, math.inf)
     for _ in range(REPEATS + 1):  # the first compiles

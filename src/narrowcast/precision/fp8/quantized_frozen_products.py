@@ -1,9 +1,7 @@
-"""Products of kept weights in formats of their own: on fp8 tensor cores, or emulated.
+"""Products of quantized frozen weights: on fp8 tensor cores, or emulated.
 
-The bytes are the operand as they are. Forwards, the scales of outputs go onto the result. Backwards
-outputs are what is summed, so their scales go onto the gradient before it is cast: a multiplication
-by powers of two, exact. The transposed bytes that tensor cores want there are made on the way, 2
-bytes a weight moved where widening moves 3, and let go.
+In the backward pass outputs are summed over, so their scales are multiplied onto the gradient
+before it is cast. They are powers of two, so this is exact.
 """
 
 from typing import Any

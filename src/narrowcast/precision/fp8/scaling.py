@@ -1,11 +1,8 @@
 """How values of an fp8 matrix share scales: one per matrix, one per row, or one per block of 128.
 
-`tensor` and `delayed` have one scale per matrix, of the matrix itself or from past steps. `row` has
-one per row along the dimension that is summed: an outlier spoils its row and nothing else, and
-nothing has to be remembered. `block` has one per 128 values along that dimension, of weights per
-128 × 128, made in the one read that casts the values, at the price of products that add up blocks
-in fp32. cuBLAS has kernels for it for compute capability 9.0. With row and block scales a matrix
-has other codes transposed than as it is.
+`row` and `block` run along the dimension that is summed; weights have blocks of 128 × 128. cuBLAS
+has kernels for `block` for compute capability 9.0. With row and block scales a transposed matrix
+has different codes.
 """
 
 import torch
@@ -81,8 +78,7 @@ def scaled_product(
 ) -> Tensor:
     """Return left · rightᵀ + bias, both laid out along the dimension that is summed.
 
-    `by_weight`: the right one is a weight. `fast` sums keep 14 bits on Hopper; without it, partial
-    sums are added up in fp32, as they always are from block to block.
+    `by_weight`: the right one is a weight. `fast` sums keep 14 bits on Hopper.
     """
     if scaling in ("row", "block"):
         if not left.numel():  # of a batch without rows; torch's CPU leaves the result unwritten
@@ -114,9 +110,8 @@ def _tensor_product(
 ) -> Tensor:
     """Return left · rightᵀ + bias, in `dtype` if tensor cores write that, in bf16 elsewhere.
 
-    A bias of 16 bits is added inside the product, before it is rounded. Afterwards, 16384 × 4096
-    results would be read and written again: by their bytes 64 µs on an H200, where the product from
-    1024 takes 160.
+    A 16-bit bias is added inside the product: afterwards it would take 64 µs for 16384 × 4096
+    results on an H200, where the product from 1024 takes 160.
     """
     out_dtype = BF16.dtype if dtype not in (torch.float32, torch.float16) else dtype
     if left.shape[1] == 0:  # of a batch without rows; torch's CPU leaves the result unwritten

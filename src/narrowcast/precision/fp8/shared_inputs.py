@@ -1,12 +1,7 @@
-"""An input that several fp8 layers read is scaled and cast once: by the first of them.
+"""An input that several fp8 layers read is scaled and cast once, by the first of them.
 
-Queries, keys and values are products of one tensor, and so are the gate and the value of an MLP. In
-eager mode the first layer's codes are kept, in both layouts, for as long as the tensor is there and
-its region in force; a layer that is given the very same tensor, of the same version, takes them. In
-a compiled graph equal casts are one by themselves: the compiler sees that their arguments are.
-
-Layers with delayed scales have to share one for that. Theirs are equal anyway, made of the
-magnitudes of the same tensors, so those who meet in one tensor have one scale from then on.
+In eager mode the first layer's codes are kept while the tensor and its region exist. A compiler
+merges equal casts by itself. Layers with delayed scales that read one tensor share one scale.
 """
 
 import weakref
@@ -22,8 +17,7 @@ from narrowcast.precision.fp8.scaling import Scale, quantize_scaled
 from narrowcast.precision.products.autocast import active_cache
 
 SHARED = 2
-"""Inputs whose codes are kept after a second layer has taken them: what attention reads from
-elsewhere, and what comes along in the meantime."""
+"""Inputs whose codes are kept after a second layer took them, such as those of cross-attention."""
 
 
 class Wanted(NamedTuple):

@@ -1,7 +1,7 @@
 """The fp8 side of a whole model: fp8 weights, and the histories their scales come from.
 
-The first matrix that a layer meets decides its delayed scale. If that step is skipped, the matrix
-may have been the reason: the scale is taken back, and the next matrix decides.
+The first matrix of a layer decides its delayed scale. If that step is skipped, the matrix may have
+been the reason: the scale is undone, and the next matrix decides.
 """
 
 import contextlib
@@ -158,7 +158,7 @@ class FirstScales:
     def _now(self, fp8: Fp8Model) -> tuple[frozenset[int], int]:
         """Return what changes where a skipped step may have left a scale.
 
-        Emulated products do not tell which scales they use, so that every skipped step counts;
-        to know of it is to wait, where they are emulated on a GPU.
+        Emulated products do not record which scales they use, so every skipped step counts.
+        On a GPU that synchronises with the device.
         """
         return fp8.decided_scales, self._counts().skipped if self._emulated else 0

@@ -1,21 +1,15 @@
 """A linear layer and its cross-entropy over chunks of rows: a registered op, and its autograd.
 
-For each chunk the logits are made, replaced by their gradient where they lie, and multiplied into
-the gradients of the input and of the weight. Held at once are one chunk of logits, the gradient of
-the input (in fp32, as 16 bits would round it twice) and that of the weight in fp32. For M rows of K
-numbers and V columns, 16-bit logits are written once and read twice (once from the cache), and so
-is their gradient, 2MV bytes each time; every chunk after the first reads and writes the weight's
-gradient, 8KV bytes. So chunks are few and large.
+The forward pass computes the gradients too: logits of a chunk are replaced by their gradient in
+place and multiplied into the fp32 gradients of input and weight. Each chunk after the first reads
+and writes the weight's gradient, 8KV bytes for K numbers and V columns, so chunks are few and
+large.
 
-A vocabulary that is no multiple of 8, such as GPT-2's 50257, is filled up with columns of zeros: a
-matrix product that sums over 50257 numbers cannot read them in words of 16 bytes. The loss never
-looks at them, and their gradients are zero.
+A vocabulary that is no multiple of 8, such as GPT-2's 50257, is padded with columns of zeros: a
+matrix product over 50257 numbers cannot read them in words of 16 bytes.
 
-Being a registered op it is one node of a compiled graph. The forward pass computes the gradients
-too, while the logits are there; the backward pass only multiplies them by the gradient that comes
-in. Stored in between are the gradients of the summed loss: of order one, not of order 1/M for a
-mean over M rows, which fp16 could not hold. What divides them stays on the device and is applied in
-fp32.
+Stored gradients are those of the summed loss: of order one, not of order 1/M for a mean over M
+rows, which fp16 could not hold. The divisor stays on the device and is applied in fp32.
 """
 
 from dataclasses import dataclass
@@ -64,10 +58,9 @@ def chunked_pass(
     z_loss: float,
     chunk_rows: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return each row's loss, and the fp32 gradients of their sum that `needs` asks for.
+    """Return each row's loss, and the fp32 gradients of their sum that `needs` lists, or empty.
 
-    Gradients of a row are multiplied by its factor, and all by `lift(dtype)`. One that is not
-    needed is empty.
+    Gradients of a row are multiplied by its factor, and all by `lift(dtype)`.
     """
     from narrowcast.kernels.cross_entropy import cross_entropy_
 

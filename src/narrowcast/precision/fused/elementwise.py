@@ -1,9 +1,4 @@
-"""Norms, activations and turned heads, mostly of transformers' models, in one pass each.
-
-Every one does what the module's own forward does, to the rounding of a format, and leaves the work
-to that where a kernel would not: on another device, in another dtype, for tensors that are several,
-and under a compiler that has kernels of its own for it, unless the piece was asked for by name.
-"""
+"""Norms, activations and rotated heads in one pass each, with the module's own as fallback."""
 
 import functools
 from types import FunctionType
@@ -115,11 +110,7 @@ class OnePassGelu(Elementwise):
     """Torch's word for which GELU it is."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Activate the one tensor that comes in.
-
-        Under autocast the powers in it would be fp32, and so the result, which is rounded to 16
-        bits where it is multiplied next: of torch's own operation it is in 16 bits at once.
-        """
+        """Activate one tensor; under autocast, powers would be fp32 and so the result."""
         if self._nc_left_alone() or len(args) != 1 or kwargs or not _fit(self.nc_device, args[0]):
             return super().forward(*args, **kwargs)
         return F.gelu(args[0], approximate=self.nc_approximation)

@@ -1,9 +1,6 @@
 """Three fp8 linear layers and the gated activation between them, never written in 16 bits.
 
-The input is cast once for gate and value. Their product is computed where it is cast for the layer
-after it, and both of their gradients where they are cast, in one read of the three tensors they are
-made of. Kept for the backward pass are gate and value in 16 bits, and the input and the product in
-8, each transposed for the gradient of a weight.
+The backward pass keeps gate and value in 16 bits, and the input and the product in 8, transposed.
 """
 
 from typing import Any, cast

@@ -1,9 +1,4 @@
-"""Two linear layers in 16 bits and the GELU between them, of which one wide tensor is kept.
-
-Left to itself a forward pass keeps what goes into the GELU and what comes out of it, the two widest
-tensors of a transformer. Here the backward pass computes the latter again, where it reads the
-former for the derivative anyway. The products are torch's own.
-"""
+"""Two 16-bit linear layers and the GELU between them, whose output is recomputed, not kept."""
 
 from typing import Any
 

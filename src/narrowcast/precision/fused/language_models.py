@@ -1,13 +1,8 @@
 """The loss of a causal language model of transformers, taken from its hidden states.
 
-The model's own forward runs as it is, with all its arguments; only its head hands on what it is
-given, and the loss function makes of the hidden states what it would have made of the logits. Which
-models allow that is the plan's to find out.
-
-While a model attends without a mask, three questions that transformers asks as it makes masks have
-another answer: it need not look for several sequences in positions that it has counted itself, and
-what it may leave out when it is launched it may leave out under a compiler and in a CUDA graph.
-Everybody else gets the answers of transformers.
+The model's own forward runs unchanged. Only its head returns its input, and the loss function takes
+hidden states instead of logits. While a model attends without a mask, three functions with which
+transformers makes masks return other values for it, and for no other model.
 """
 
 import functools
@@ -227,10 +222,9 @@ class Unmasked(Mixin):
 
 
 def _answer(library: Any, question: str, answer: Any, *, whatever: bool) -> None:
-    """Give a function of transformers another answer for models that need no mask.
+    """Replace the result of a transformers function for models that need no mask.
 
-    Unless `whatever` it is asked about has it, only of nothing at all: a mask of ones that a model
-    makes for itself would have to be looked at.
+    Unless `whatever`, only if all arguments are None: a model's own mask would have to be read.
     """
     theirs: Callable[..., Any] = getattr(library, question)
     if hasattr(theirs, "nc_theirs"):

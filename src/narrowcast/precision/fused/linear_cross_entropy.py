@@ -1,12 +1,7 @@
 """The cross-entropy of a linear layer's output, on a GPU without ever holding that output.
 
-Where it is known what the layer computes, rows go through in chunks (`chunked_loss.py`); where only
-the layer itself knows, it is called. Either way products have the formats they would have had in
-`head(hidden)`.
-
-A layer that makes its products itself is called for one chunk of rows at a time, and gone back
-through at once, with the gradient that the kernel has written over its logits. What such a layer
-does once per call, such as finding a scale, it does per chunk.
+A layer that makes its products itself is called per chunk of rows, with its backward pass at once.
+What it does once per call, such as finding a scale, it does per chunk.
 """
 
 from typing import Any, Literal
@@ -39,7 +34,7 @@ def chunked_module_loss(
 ) -> Tensor:
     """Return the loss of (rows, width) states, with what `head` computes of each chunk.
 
-    Gradients are for a sum or mean. The head's logits are bf16 or fp32: there is no lift for fp16.
+    The head's logits are bf16 or fp32: there is no lift for fp16.
     """
     grads = torch.is_grad_enabled()
     tensors = (hidden, head.weight, head.bias)

@@ -1,9 +1,7 @@
 """The gradient check: no inf or NaN gradient reaches a weight, without a wait for the device.
 
-One pass over the gradients gives a norm per parameter, by a kernel where there is one. The total is
-finite exactly when every gradient is finite and none is so large that its square is not: Adam would
-put that infinity into its second moment. From the same norms come the clipping factor and, after a
-skip, the names of the parameters whose gradients were bad.
+The total norm is also infinite if the square of a gradient is: Adam would put that infinity into
+its second moment.
 """
 
 import math

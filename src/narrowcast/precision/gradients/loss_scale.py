@@ -1,13 +1,10 @@
 """Loss scales: powers of two that lift gradients into the range of a narrow format.
 
-The settings are a frozen value. The running scale is three small tensors on the device, so that no
-step waits to learn whether it overflowed. It is clamped at both ends and so never reaches zero,
-where one good batch would divide by it and write NaN into every weight.
+The running scale is three small tensors on the device, so no step waits for it. It never reaches
+zero, where one good batch would divide by it and write NaN into every weight.
 
-A run has one scale, or one per loss, and further ones for parts of the model. A part with its own
-scale multiplies the gradients inside it by that scale as well, so its weights are scaled by the
-product of both. When gradients overflow, the part they overflowed in backs off. The scale of the
-whole loss backs off if no part is to blame or none can give way further.
+A part with its own scale multiplies the gradients inside it by that scale as well. When gradients
+overflow, the part they overflowed in backs off, or the scale of the whole loss if none can.
 """
 
 import contextlib
@@ -423,10 +420,9 @@ class ScaleRequest:
     def next(
         self, policy: Policy, *, scales: Scales, settings: Settings | None, keep: bool
     ) -> Scales:
-        """Return the scales after a change of policy: those in force where they can go on.
+        """Return the scales after a change of policy; those in force continue where they can.
 
-        Where one begins, it has these settings, or those given before, or the default. `keep` lets
-        one go on that the policy does not need.
+        `keep` keeps one that the policy does not need.
         """
         if policy.needs_loss_scale and scales.value is None:
             scales = self._begun(settings or self._settings or LossScale())

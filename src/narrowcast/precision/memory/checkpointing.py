@@ -1,9 +1,7 @@
 """Activation checkpointing: blocks that a backward pass computes again from their inputs.
 
-By torch's own `torch.utils.checkpoint`, without reentrance. What it does not handle is handled
-here: caches that a training pass has no use for, random numbers inside a CUDA graph, and what a
-block must not do twice. Its buffers are those it began with the first time, and what it writes to
-them is dropped: a running mean moves once, a counter counts once. Casts to fp8 are noted once.
+Uses `torch.utils.checkpoint` without reentrance. The second pass drops its writes to buffers, so a
+running mean moves once.
 """
 
 import contextlib

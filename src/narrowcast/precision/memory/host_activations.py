@@ -1,17 +1,12 @@
-"""What blocks keep for their backward pass, waiting for it in the host's memory.
+"""Activations of blocks, offloaded to pinned host memory until their backward pass.
 
-Each storage that autograd keeps of a block is copied to pinned memory while the block and the next
-compute, and let go of; when the backward pass comes to a block, its storages are on their way back
-already, sent for by the block after it. So those of two blocks are on the device at a time. Queues
-wait for one another's marks, and the host for none. The last block's never leave: they are needed
-at once.
+Storages are copied while the next block computes, and prefetched one block ahead, so those of two
+blocks are on the device at a time. The last block's are never offloaded. Streams wait for one
+another's events, and the host for none.
 
-The computation waits for a copy before it lets go of the memory that is copied. So what it takes
-next may be that memory, at once and however far ahead the host is: the peak is that of the order of
-the work. Only memory that was sent for and never used is kept from others until its copy is done.
-
-What is written to while its copy may be under way would be copied in part. Plain torch refuses the
-backward pass of such a model, and so does this one; on a CPU copies are made at once, and right.
+The computation waits for a copy before it frees the memory that is copied, so the peak does not
+depend on how far ahead the host is. On a GPU, a tensor that is written to during its copy
+raises in the backward pass, as in plain torch.
 """
 
 import weakref
@@ -101,8 +96,7 @@ class OffloadedStorages:
             earlier._after = weakref.ref(self)
         self._places: dict[tuple[int, int], int] = {}
         self._seen: list[tuple[Tensor, int, int]] = []
-        """A tensor on each storage, how often that was written to when it was copied, and where its
-        copy is."""
+        """A tensor on each storage, its version when it was copied, and where its copy is."""
         self._there: list[Tensor] | None = []
         """Bytes of each storage on the device, while they are there."""
         self._hosts: list[Tensor] = []
@@ -231,11 +225,7 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def _others(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
-    """Return the addresses of what stays on the device whatever autograd keeps of it.
-
-    Weights and buffers, in fp8 too; and what a block is given without gradients (masks, positions):
-    every block is given it, and whoever gives it holds it.
-    """
+    """Return the addresses of storages that stay on the device: weights, buffers, shared inputs."""
     held: list[Tensor] = [*block.parameters(), *block.buffers()]
     held += [each for each in tensors_in((args, kwargs)) if not each.requires_grad]
     for module in block.modules():

@@ -120,10 +120,7 @@ _Held = TypeVar("_Held")
 def rewrite(
     model: nn.Module, plan: Plan, trained: Set[nn.Parameter]
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Give every module its formats; return each weight now kept in 16 bits, and its fp32 value.
-
-    Only weights that are `trained` are: who freezes one, or updates it by hand, owns its digits.
-    """
+    """Give every module its formats; return the trained weights now in 16 bits and in fp32."""
     rewrite_modules(model, plan)
     return _cast_weights(model, plan, trained)
 
@@ -212,11 +209,10 @@ def _give_entries(model: nn.Module, regions: Mapping[str, Region]) -> None:
 def weight_formats(
     model: nn.Module, plan: Plan, trained: Set[nn.Parameter]
 ) -> dict[nn.Parameter, str]:
-    """Return what each trained weight is kept in; one that two modules share has the wider format.
+    """Return the storage format of each trained weight; shared ones have the wider format.
 
-    Recurrent layers and normalisations take weights of one dtype only: where some are not trained,
-    and so stay as they are, the others stay beside them. So does a weight that torch's older
-    `spectral_norm` multiplies by vectors in fp32.
+    Recurrent layers and normalisations need weights of one dtype: beside frozen ones they stay
+    unchanged. So does a weight that torch's older `spectral_norm` multiplies by fp32 vectors.
     """
     wanted: dict[nn.Parameter, str] = {}
     for module_plan in plan.modules:
@@ -376,11 +372,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def check_shared_memory(model: nn.Module, trained: Set[nn.Parameter], plan: Plan) -> None:
-    """Check that no 16-bit weight shares memory with another tensor, and raise.
-
-    With weights that are trained or frozen, or with buffers. In fp32 nothing is moved, and they
-    stay what they are to torch.
-    """
+    """Check that no 16-bit weight shares memory with another weight or a buffer, and raise."""
     narrow = {m.name: m.policy.params for m in plan.modules if m.policy.params != "fp32"}
     if not narrow:
         return

@@ -1,8 +1,7 @@
 """Linear layers that read the same tensor: queries, keys and values; the gate and the value.
 
-None is taken by its name alone. The module that holds them is called with a few numbers, its layers
-standing in for themselves, and asked what each was given; it is stopped when all have been. Only
-forwards of transformers are asked, and of this library: whose calls have no other effects.
+The module that holds them is called with stand-ins for its layers, which record their inputs. Only
+forwards of transformers and of this library are called: they have no other effects.
 """
 
 import inspect

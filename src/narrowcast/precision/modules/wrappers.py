@@ -23,8 +23,7 @@ from narrowcast.precision.swap import Mixin
 def compact_bf16(layer: nn.RNNBase) -> None:
     """Do what `flatten_parameters()` does for the bf16 weights that a layer computes with.
 
-    As of torch 2.13 it passes these by, by a list of dtypes older than cuDNN's bf16, though the
-    layer itself takes them to cuDNN: that would copy them in every call, and torch warn of it.
+    torch 2.13 skips bf16 there, and then cuDNN would copy the weights in every call.
     """
     flat = layer._flat_weights
     weights = [w for w in flat if isinstance(w, Tensor) and type(w) in PLAIN]
@@ -75,15 +74,10 @@ class Fp32Norm(Mixin):
     """A normalisation in fp32 between 16-bit neighbours."""
 
     nc_widens_itself: bool = False
-    """Whether torch reads 16 bits and computes in fp32 by itself, as its batch norms do on a GPU:
-    two casts of a picture take as long as its norm."""
+    """Whether torch itself reads 16 bits and computes in fp32, as batch norms do on a GPU."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Widen, normalise, and return it in the format that came in.
-
-        What a norm of somebody's own returns beside stays wide: the logarithm of a determinant, or
-        a sum that goes on past it.
-        """
+        """Widen, normalise, and return the input's format; further results stay wide."""
         x = first_float(args, kwargs)
         if x is None:
             return super().forward(*args, **kwargs)
@@ -180,15 +174,13 @@ class Bf16Recurrent(Mixin):
 class Untraced(Mixin):
     """A recurrent layer that `torch.compile` leaves to torch.
 
-    By itself it gives up on them too, but then tries what they call: pieces of code that compute
-    nothing, which it makes and asks its guards about in every step, and for which torch 2.13 takes
-    a dtype for a number under a function mode.
+    By itself it falls back too, but then compiles what they call, with guards checked every step,
+    and torch 2.13 mistakes a dtype for a number under a function mode.
     """
 
     @classmethod
     def nc_namespace(cls, plain: Any) -> dict[str, Any]:
-        """Tell the compiler of these layers when there is the first: importing it takes seconds,
-        if no optimizer has done so yet."""
+        """Register with the compiler at the first such layer: importing it takes seconds."""
         _tell_the_compiler()
         return super().nc_namespace(plain)
 
@@ -204,10 +196,9 @@ def _tell_the_compiler() -> None:
 
 
 class WithoutFastPath(Mixin):
-    """A layer of torch's encoder, or of several, whose fast way through evaluation is closed.
+    """An encoder layer of torch without its fast path, which ignores formats.
 
-    That is one operation, which knows nothing of formats. torch does not take it under autocast,
-    but on a CPU, or compiled, it does not look; a padded batch ends in an error about dtypes then.
+    torch does not take it under autocast, but on a CPU, or compiled, it does not check.
     """
 
     @property
@@ -219,8 +210,7 @@ class WithoutFastPath(Mixin):
 class OwnLossScale(Mixin):
     """A part of the model inside which gradients are multiplied by a further scale.
 
-    The factor goes on where the gradient enters (at the outputs) and comes off where it leaves (at
-    the inputs), so that only what happens inside, and its weights' gradients, see it.
+    The factor is applied to gradients at the outputs and removed at the inputs.
     """
 
     nc_scale: Any  # anything with a `.value` tensor; typed loosely to keep layers apart

@@ -1,17 +1,11 @@
-"""Which pieces of a model are computed as one, and why, or why not: part of the plan.
-
-A piece is known by what its modules compute, and by nothing else: what is not known for certain is
-left alone, and told.
+"""Which pieces of a model are fused, and why or why not: part of the plan.
 
 A whole model is recognised by one call of its own forward with stand-ins for everything inside it.
-For the loss, it must hand the very tensor that its head returns to the loss that transformers has
-for causal language models, and to nothing else: logits that are capped, scaled or padded are
-another tensor. This takes a millisecond, whatever the size of the model.
+For the loss, it must pass the very tensor that its head returns to the loss that transformers has
+for causal language models: logits that are capped, scaled or padded are another tensor.
 
-A model whose caller passes no mask and no positions attends without a mask: by torch's `is_causal`,
-in a kernel that never sees the scores. Under a compiler or inside a CUDA graph transformers cannot
-look at values, and makes a mask for each query and key instead, which that kernel does not take.
-Positions that a model counts itself need no look.
+A model called without mask and positions attends by torch's `is_causal`. Under a compiler or in a
+CUDA graph transformers cannot read values and would make a mask, which that kernel does not take.
 """
 
 import inspect
@@ -219,8 +213,7 @@ def _called_by(module: nn.Module) -> set[str]:
 def _why_not_counted(module: nn.Module) -> str:
     """Return why positions may not be 0, 1, 2 …, or why there is a mask if none was passed.
 
-    Nothing where neither is so. Its own forward is called with stand-ins for everything inside it,
-    and what it would look for several sequences in is looked at.
+    Calls the module's own forward with stand-ins for everything inside it.
     """
     plain: Any = plain_class(module)
     library: Any = sys.modules[MASKING]

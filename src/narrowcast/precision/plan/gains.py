@@ -1,8 +1,7 @@
-"""What fp8 gains a linear layer, as measured on the GPU, and whether that is worth it as it is run.
+"""The measured gain of fp8 for a linear layer, and whether it pays off as the model is run.
 
-A layer in fp8 costs the host more than one in 16 bits; where the device would wait for that, it is
-kept wider. To a compiler the casts are operators in Python, so compiled layers cost the host what
-eager ones do (`benchmarks/fp8_host.py`). In a captured step the host takes no part.
+A layer in fp8 costs the host more than one in 16 bits. To a compiler the casts are operators in
+Python, so compiled layers cost the host what eager ones do (`benchmarks/fp8_host.py`).
 """
 
 from collections.abc import Sequence
@@ -53,8 +52,7 @@ def in_fp32(policy: Policy) -> Policy:
 def rungs(policy: Policy, hardware: Hardware) -> tuple[Policy, ...]:
     """Return a policy and the wider ones above it: in bf16, then in fp32.
 
-    bf16 is left out where it would be emulated and what is multiplied now is not: fp32 has its
-    range, and is faster there.
+    bf16 is left out where it would be emulated and the policy's own format is not.
     """
     matches = [policy]
     native = {one: hardware.support(one).how == "native" for one in (policy.forward, "bf16")}

@@ -1,8 +1,7 @@
 """Modules of torch and transformers that are known by what they compute: norms, GELUs, MLPs.
 
-None is recognised by its name. Its own forward is called with a few rows of numbers, in float64,
-and must return what the fused piece would. A class with an overridden forward is not probed. The
-numbers of each distinct module are computed once, whatever the size of the model.
+A module's own forward is called with a few rows of float64 numbers and must return what the fused
+piece would. A class with an overridden forward is not probed.
 """
 
 import contextlib

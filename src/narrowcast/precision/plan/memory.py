@@ -1,8 +1,6 @@
-"""What is asked to save memory, and the blocks of a model it is done by: part of the plan.
+"""The memory settings and the blocks of a model they apply to: part of the plan.
 
-A block is one of several modules of one class that a model holds in a list: a transformer's layers,
-the stages of a convolutional network. Nothing is guessed beyond that: a model without such a list
-says its blocks by globs.
+A block is one of several modules of one class that a model holds in a list.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,4 @@
-"""What one module gets: its formats, whether native or emulated, its bytes, and why.
-
-A decision is made of four: what the policy says of the module, what its kind and shape allow, where
-the GPU gains by it as measured, and how the hardware runs what is left.
-"""
+"""The plan of one module: its formats, whether native or emulated, its bytes, and why."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -463,11 +459,7 @@ GRADIENTS: frozenset[str] = frozenset({"grad_output", "grad_weight"})
 
 
 def roundings(policy: Policy, role: str, *, kind: Kind = "linear") -> tuple[str, ...]:
-    """Return the formats that a role's tensor is rounded to in a module, one after the other.
-
-    What is too large for the first is not finite from there on; what the last one loses, the
-    product, or whoever keeps the tensor, does without.
-    """
+    """Return the formats that a role's tensor is rounded to in a module, one after the other."""
     if not multiplies(kind):
         return (policy.params if kind == "embedding" else policy.reduce,)
     match role:

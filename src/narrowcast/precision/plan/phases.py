@@ -1,10 +1,4 @@
-"""Precision for the four phases of hybrid predictive training: warmup, full, predict, correct.
-
-Where backward passes are skipped and weights are moved by a prediction, only the forward pass is
-left, and that one may be narrow: by default `predict` is bf16 and the rest fp32. A value here says
-which policy each phase has; `precision.schedule`, or a strategy that decides the phases as it goes,
-brings it about with `Prepared.change`.
-"""
+"""Precision for the four phases of hybrid predictive training: warmup, full, predict, correct."""
 
 import math
 from collections.abc import Mapping

@@ -1,8 +1,4 @@
-"""The plan: for every module, which formats it gets, whether native or emulated, and why.
-
-A pure function of model, policy and hardware. The command line prints it, `prepare` carries it out
-and the report shows it: they read one value and cannot disagree.
-"""
+"""The plan: for every module, which formats it gets, whether native or emulated, and why."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -433,10 +433,7 @@ def _is_no_policy(inputs: object) -> str:
 
 
 def recommended(hardware: Hardware) -> tuple[str, str]:
-    """Return the preset that suits a machine, and why.
-
-    fp8 is never recommended here: whether it gains depends on the shapes of the model.
-    """
+    """Return the preset that suits a machine, and why; never fp8, whose gain depends on shapes."""
     if hardware.support("bf16").how == "native":
         return "bf16", f"{hardware.name} has native bf16 matmuls, and bf16 needs no loss scale"
     if hardware.support("fp16").how == "native":

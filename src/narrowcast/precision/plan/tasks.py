@@ -1,10 +1,4 @@
-"""Which precision suits a task: a row for each, and what size and hardware make of it.
-
-A task says which format it wants, how gradients are clipped, how soon a loss scale grows and what
-memory is saved by; `optimal_precision` says what comes of that for a model of some size on some
-machine. Pure: the machine is a value. In a recipe it is `precision.task`, and what the recipe or
-the command line says wins over it.
-"""
+"""Which precision suits a task: a row per task, adapted to the model size and the hardware."""
 
 from __future__ import annotations
 
@@ -28,8 +22,8 @@ Size = Literal["small", "medium", "large"]
 SIZES: tuple[Size, ...] = get_args(Size)
 
 MEDIUM_FROM, LARGE_FROM = 100_000_000, 1_000_000_000
-"""Parameters. Below the first, layers are narrower than 1024, where fp8 is slower than bf16 (as
-measured: hardware/speeds.py); from the second on, weights, gradients and moments are 16 GB."""
+"""Parameters. Below the first, layers are narrower than 1024, where fp8 is slower than bf16
+(hardware/speeds.py). From the second on, weights, gradients and moments are 16 GB."""
 
 OVERFLOWS = 5
 """Overflows in a row after which a run in fp16 goes over to a wider format."""
@@ -162,10 +156,7 @@ class TaskPrecision:
         return f"task {self.task}"
 
     def defaults_for(self, recipe: LoadedRecipe) -> dict[str, Any]:
-        """Return its settings, as far as they belong to what a recipe says itself.
-
-        Who names a policy does not get what another one would have been widened by.
-        """
+        """Return its settings, without those for a policy that the recipe replaces."""
         settings = self.settings()
         if recipe.origins["precision.policy"] not in ("default", self.origin):
             del settings["precision.adapt.overflows"]
@@ -269,10 +260,7 @@ def hardware_class(hardware: Hardware) -> str:
 
 
 def _format(row: TaskRow, size: Size, hardware: Hardware) -> tuple[str, str]:
-    """Return the preset for a row here, and why.
-
-    Never one that this machine would have to emulate: that is slower than fp32.
-    """
+    """Return the preset for a row here, and why; never an emulated one: fp32 is faster."""
     has = {name: hardware.support(name).how == "native" for name in ("e4m3", "bf16", "fp16")}
     if _is_cpu(hardware):
         # Not even where it is fast: see docs/concepts/precision-by-task.md.

@@ -1,7 +1,6 @@
-"""Multi-head attention as `nn.MultiheadAttention` computes it, out of functions a region can see.
+"""Multi-head attention as `nn.MultiheadAttention` computes it, for emulated regions.
 
-torch hides the products of this one function from function modes, so an emulated region calls this
-in its place: same arguments, same results, which `tests/precision/products/test_attention.py` says.
+torch hides the products of this one function from function modes.
 """
 
 import math

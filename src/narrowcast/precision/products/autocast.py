@@ -1,13 +1,9 @@
 """What is active in this thread: the region of a prepared model, by its name, and autocast.
 
-A module that finds its own region here computes as it is; any other enters its own first. It is a
-name because `torch.compile` compiles again for another name, but not for another object of the same
-class.
-
-A region of 16 bits is inside torch's autocast whether its products are native or emulated, so that
-code that asks for it (`torch.amp.custom_fwd`, activation checkpointing, a model's own code) gets
-the right answer, and `torch.autocast(..., enabled=False)` around fp32 products can be noticed. The
-casts themselves would make native 16-bit products: whatever is emulated computes with them off.
+It is a name because `torch.compile` recompiles for another name, but not for another object of the
+same class. A 16-bit region is inside torch's autocast even if emulated, so that code that checks
+for it (`torch.amp.custom_fwd`, activation checkpointing) works. Emulated products turn its casts
+off.
 """
 
 import contextlib
@@ -73,10 +69,9 @@ def set_active_region(name: str | None) -> None:
 
 
 def active_cache() -> dict[int, Any] | None:
-    """Return what modules keep for one another while this region is in force; None outside.
+    """Return the cache of the active region for eager modules; None outside.
 
-    Gone when another is put in its place: nothing is kept from pass to pass, nor from an eager pass
-    to one that a CUDA graph captures. Not for what is compiled.
+    It ends with its region: nothing is kept from an eager pass to one that a CUDA graph captures.
     """
     stored: dict[int, Any] | None = getattr(_here, "cache", None)
     return stored

@@ -1,8 +1,7 @@
 """The products of a linear layer out of parts that can be differentiated again.
 
-What second derivatives (`create_graph=True`) and the transforms of `torch.func` go through. Values
-are those of `emulated.linear_product`; derivatives of derivatives are products of the same rounded
-operands, with results and gradients in the output's format.
+For second derivatives (`create_graph=True`) and `torch.func`. Values are those of
+`emulated.linear_product`.
 """
 
 from typing import Any, NamedTuple

@@ -1,9 +1,7 @@
 """Emulated products: operands rounded to a format, multiplied in fp32, the result rounded.
 
-This is what a machine without the arithmetic does in its place. The values equal those of the
-hardware up to the order of summation, because both multiply the same rounded operands exactly and
-add them in fp32. A tensor keeps its dtype on the way: fp32 values lie on the format's grid, so a
-model runs unchanged, and no native 16-bit product is ever asked of a CPU that lacks it.
+Values equal those of the hardware up to the order of summation. Tensors keep their dtype: fp32
+values lie on the format's grid.
 """
 
 from collections.abc import Callable
@@ -51,8 +49,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 TRACED_RIGHTLY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether torch's compiler keeps the gradients of these autograd functions. That of 2.11 makes them
-all zero, without a word; that of 2.13 does not, and those between are not known."""
+"""Whether torch's compiler keeps the gradients of these autograd functions. That of 2.11 silently
+makes them all zero, that of 2.13 does not; those between are unknown."""
 
 
 def _traced_if_right(function: _Method) -> _Method:
@@ -112,10 +110,7 @@ def linear_product(
 
 
 def _scales_of_past(formats: ProductFormats, history: PastScales | None) -> OperandScales:
-    """Return the scales in force inside a transform, which takes note of nothing.
-
-    Its gradients are seldom those of the loss that is trained, and so have scales of their own.
-    """
+    """Return the scales in force in a `torch.func` transform; its gradients get their own."""
     if history is None or not is_delayed(formats.forward):
         return OperandScales()
     return OperandScales(history.scale_of_past("input"), history.scale_of_past("weight"))
@@ -124,9 +119,8 @@ def _scales_of_past(formats: ProductFormats, history: PastScales | None) -> Oper
 class _LinearProduct(torch.autograd.Function):
     """The three products of a linear layer.
 
-    Where both input and weight have gradients there is a second output, the link: no number of it
-    is ever read, but a gradient that it receives is one of the input. Second derivatives go that
-    way, and the input itself need not be kept for them beside its rounded values.
+    If input and weight have gradients there is a second output, the link. It is never read, but its
+    gradient is one of the input, so second derivatives need not keep the input itself.
     """
 
     @staticmethod

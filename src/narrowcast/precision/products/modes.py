@@ -1,9 +1,7 @@
 """The function modes of emulated regions: what they do with a product that a model calls.
 
-A mode sees a call that starts a backward pass and steps aside for everything inside it: for passes
-that activation checkpointing runs again, and for backward functions that `torch.amp.custom_bwd`
-puts back into autocast. The same pass from an edge of the graph instead of a tensor goes by it
-unseen.
+A mode is disabled during a backward pass that it sees start. A pass that starts from an edge of the
+graph instead of a tensor is not seen.
 """
 
 from collections.abc import Sequence
@@ -204,9 +202,8 @@ class RoundedReductions(TorchFunctionMode):
 class EmulatedProducts(TorchFunctionMode):
     """Round the operands and results of every functional product to one format.
 
-    With `widen=False` reductions stay as they are: what an optimizer expects of its own. Given a
-    device type as `autocast`, torch's autocast of that decides in which of the 16-bit formats a
-    product is, and whether in any.
+    With `widen=False` reductions stay unchanged, as optimizers expect. With a device type as
+    `autocast`, torch's autocast of that device decides on the 16-bit format.
     """
 
     emulates = True
@@ -268,11 +265,7 @@ def sees_reductions() -> bool:
 
 
 def _as_known(func: Any) -> Any:
-    """Return a function as the tables have it.
-
-    What `**` calls is a function around that of the method, of which a compiler says first that it
-    is in no table and then that it is.
-    """
+    """Return a function as the tables have it: the compiler misjudges the wrapper of `**`."""
     return torch.Tensor.pow if func is torch.Tensor.__pow__ else func
 
 
@@ -312,8 +305,7 @@ def _is_handled(func: Any) -> bool:
 def _is_compiled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether compiled code makes this call: its products were rounded when it was traced.
 
-    The compiler runs torch's own Python, and so does what it writes, with products into `out`.
-    As under torch's autocast, what a user multiplies into `out` keeps its format as well.
+    Compiled code multiplies into `out`. As under torch's autocast, so may a user, unrounded.
     """
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return False

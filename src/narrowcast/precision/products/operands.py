@@ -1,10 +1,7 @@
 """The formats of a module's products, and how an operand is rounded to one of them.
 
-Rounding is straight-through: a value is rounded on its way, its gradient on the way back, and the
-derivative of a rounding is taken for one. What comes back is rounded by the same functions with the
-two ways exchanged, so there are derivatives of every order, forwards, backwards and under the
-transforms of `torch.func`. Those need another kind of autograd function, which costs more per call
-and is used only under a transform.
+Rounding is straight-through: a value is rounded forwards, its gradient backwards. `torch.func`
+transforms need another kind of autograd function, which costs more per call.
 """
 
 import functools
@@ -93,8 +90,7 @@ class ProductFormats:
     def other_operand(self, product: Format | BlockFormat) -> Format | BlockFormat:
         """Return the format of the operand beside the gradient in a backward product.
 
-        Beside an 8-bit gradient the input or weight keeps its own 8-bit format (e5m2 · e4m3); in a
-        wider product both operands have that format.
+        Beside an 8-bit gradient it keeps its own 8-bit format (e5m2 · e4m3).
         """
         both_scaled = needs_scale(product.name) and needs_scale(self.forward.name)
         return self.forward if both_scaled else product

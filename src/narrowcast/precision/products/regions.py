@@ -1,15 +1,11 @@
 """Regions: the format of products that no module of ours makes, and how modules enter theirs.
 
 Attention, `@`, einsum, convolutions and recurrent layers are reached through a region around the
-forward pass, entered for the whole model and again, with another format, by modules that are an
-exception. A native region is torch's autocast. An emulated one is a function mode inside it, which
-`torch.compile` traces through like the code it covers. It heeds a `torch.autocast` that a user
-nests in it: switched off, products inside are plain torch.
+forward pass. A native region is torch's autocast. An emulated one is a function mode inside it,
+which `torch.compile` traces through; `torch.autocast(enabled=False)` inside gives plain torch.
 
-A module whose region is active computes as it is: `autocast()` has entered that of the model, and
-modules that are an exception that of what is inside them. Any other enters its own: a module that
-is an exception, and one that is called by itself, outside its model's passes (to evaluate, to
-generate, one encoder of two, in the middle of another model's pass).
+A module enters its own region unless that is active: as an exception of the policy, or when it is
+called outside its model's passes (to evaluate, to generate, in another model's pass).
 """
 
 import contextlib
@@ -61,11 +57,7 @@ class Region:
         return torch.autocast(self.device_type, dtype=dtype, enabled=self.is_of_16_bits)
 
     def products(self) -> contextlib.AbstractContextManager[Any]:
-        """Enter what is left of the region once its autocast is entered, or not to be.
-
-        A backward pass has no autocast but what is entered in it: by activation checkpointing, and
-        by `torch.amp.custom_bwd`.
-        """
+        """Enter the region without its autocast, which backward passes do not have."""
         heeded = self.device_type if self.is_of_16_bits else None
         context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.emulated:
@@ -107,10 +99,9 @@ def _entered(region: Region) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _backward_without_autocast() -> Iterator[None]:
-    """Let the compiler make backward passes of what it finds inside the block without autocast.
+    """Compile backward passes in the block without autocast.
 
-    By default they have that of the forward pass, in which gradients of emulated products, that
-    torch computes, would be native ones.
+    By default they inherit it, and gradients of emulated products would be native ones.
     """
     config = torch._functorch.config
     before = config.backward_pass_autocast
@@ -271,10 +262,7 @@ def _is_in_backward() -> bool:
 
 @contextlib.contextmanager
 def passing_back() -> Iterator[None]:
-    """Run a backward pass in the block: layers that it calls are in no region, and enter theirs.
-
-    On a CPU it runs in this thread, where a region may be in force.
-    """
+    """Run a backward pass in the block, outside of all regions: on a CPU it uses this thread."""
     around, began = active_region(), getattr(_backward, "depth", 0)
     set_active_region(None)
     _backward.depth = _autocast_depth()

@@ -1,8 +1,7 @@
-"""Buffers that a step's passes write, given back what they held if the step is skipped.
+"""Buffers that a step's passes write, restored if the step is skipped.
 
-Only what passes wrote is taken back. Whoever loads a checkpoint, moves a queue or recalibrates a
-batch norm between them, without gradients, has written what is to stay. Who wrote is told by when:
-a buffer is looked at where a pass begins and where it ends, and torch counts what is written.
+Writes between passes stay (loading a checkpoint, recalibrating a batch norm): a buffer's version is
+compared where a pass begins and where it ends.
 """
 
 import contextlib
@@ -24,10 +23,7 @@ _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 @final
 class _Marks:
-    """Which tensor each buffer is, and how often torch has counted a write to it.
-
-    Taken of all buffers several times a step: a loop in Python would take longer than the launches.
-    """
+    """Which tensor each buffer is, and its version; read without a Python loop, which is slower."""
 
     def __init__(self, buffers: list[Tensor | None]) -> None:
         self.buffers = buffers
@@ -51,10 +47,7 @@ class _Marks:
 
 @final
 class BufferFormats:
-    """The dtypes that a model's buffers came in, which its passes may have put narrower ones for.
-
-    A module that keeps what it computed, in the place of a buffer, keeps it in autocast's format.
-    """
+    """The original dtypes of a model's buffers, which passes under autocast may replace."""
 
     def __init__(self, model: nn.Module) -> None:
         self._came = [
@@ -75,11 +68,9 @@ class BufferFormats:
 
 @final
 class BufferGuard:
-    """Gives buffers that passes write (running means) back what a bad batch took.
+    """Restores buffers that passes write (running means) when a step is skipped.
 
-    A batch with a NaN in it leaves NaN in the running statistics of a BatchNorm for ever, though
-    the step was skipped. However many buffers there are, a step costs a few operations for each
-    dtype among those that are written, and nothing for the others.
+    A NaN in a batch would otherwise stay in the running statistics of a BatchNorm for ever.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -253,10 +244,7 @@ class BufferGuard:
         torch._foreach_copy_(buffers, stored)
 
     def _put_back(self, places: Sequence[int], finite: Tensor) -> None:
-        """Put what buffers held in the place of what passes left there, of another shape or dtype.
-
-        Waits for the device: no operation on it chooses between two shapes.
-        """
+        """Restore buffers that changed shape or dtype; synchronises with the device."""
         if not bool(finite):
             for i in places:
                 self._holders[i][self._names[i]] = self._before[i].clone()
@@ -304,11 +292,7 @@ def _outlines(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
 def preserve_grads_and_buffers(
     model: nn.Module, weights: Iterable[nn.Parameter] = ()
 ) -> Iterator[None]:
-    """Begin the block without gradients; give gradients and buffers back afterwards, bit for bit.
-
-    `weights` are some that need not be the model's. What a module keeps elsewhere, in attributes of
-    its own, is not known here.
-    """
+    """Begin the block without gradients; restore gradients and buffers afterwards, bit for bit."""
     gradients = [(p, p.grad) for p in {*model.parameters(), *weights}]
     buffers = [
         (module, name, buffer, buffer.detach().clone())

@@ -1,13 +1,7 @@
-"""A step of somebody's own loop as CUDA graphs: forward and backward of a loss, and the update.
+"""A step of a custom training loop as CUDA graphs: forward, backward and update.
 
-fast = run.graphed(lambda x, y: F.cross_entropy(model(x), y))
-for x, y in loader:
-    outcome = fast(x, y)
-
-A signature of the inputs (shapes, dtypes, numbers beside them) is launched kernel by kernel before
-it is captured, in steps that count as any other; in the last of them nothing may wait for the
-device, because a capture that breaks off leaves torch unable to go on. Where there is no GPU every
-step is launched, and `why` says so.
+A signature of the inputs (shapes, dtypes, plain values) runs eagerly before it is captured. In the
+last of these steps nothing may synchronise, because a capture that fails leaves torch unusable.
 """
 
 import traceback
@@ -69,7 +63,7 @@ class Inputs:
 
 
 def parse_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    """Take in the arguments of a step; refuse those whose tensors nobody would find.
+    """Check the arguments of a step and raise where tensors are hidden.
 
     Numbers and words count by type and to the last digit: 1 is not True, 0.0 not -0.0.
     """
@@ -170,8 +164,7 @@ RESTING = 200
 REMEMBERED = 64
 """Signatures that are remembered to have been launched, and sets of numbers beside tensors."""
 MOST_NEW = 16
-"""Steps in a row, each with numbers beside its tensors that no step had: no step is like another
-then."""
+"""Steps in a row with new plain values after which no two steps are expected to be alike."""
 INSTEAD = "`with run.autocast(): loss = …` and run.step(loss)"
 
 

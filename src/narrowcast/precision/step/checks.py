@@ -272,11 +272,7 @@ def explaining_dtypes(model: nn.Module) -> Iterator[None]:
 
 
 def explain_dtypes(model: nn.Module, error: BaseException) -> None:
-    """Add to an error of torch's about dtypes which weights may stay in fp32, and how.
-
-    Autocast brings inputs to the format of such weights; a model that switches it off for a layer,
-    or calls one in a backward pass of its own, does so without it.
-    """
+    """Add to a dtype error of torch which weights may stay in fp32, and how."""
     if not _is_of_formats(str(error)) or any(map(_is_ours, getattr(error, "__notes__", []))):
         return
     name = _innermost(error.__traceback__, model)

@@ -1,9 +1,7 @@
 """Steps as CUDA graphs: when they are captured, what is, and how they are replayed.
 
-A step is two graphs, one of the passes and one of the update, between which the host learns how the
-step before ended and sets the learning rate. A replay costs the host nothing, whatever the number
-of kernels: it is how small models keep a GPU busy. The first steps are launched kernel by kernel,
-on the stream of the capture.
+A step is two graphs, the passes and the update. Between them the host reads how the step before
+ended and sets the learning rate. The first steps run eagerly on the stream of the capture.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,12 +48,9 @@ def unsupported_reason(engine: Engine) -> str:
 
 @final
 class GraphedStep:
-    """Steps of a model in the formats it has now, replayed as soon as they are warm.
+    """Steps of a model in its current formats, replayed as soon as they are warm.
 
-    Their memory stays with the graphs, so they are captured anew, by another of these, when the
-    formats change, rather than kept for each policy. Where a batch has numbers or words beside its
-    tensors, these are the form of the step, as what a loss is told by the host; graphs of a few
-    forms are kept, for a run that goes back and forth between them.
+    Plain values of a batch are the form of the step; graphs of a few forms are kept.
     """
 
     def __init__(self, engine: Engine) -> None:

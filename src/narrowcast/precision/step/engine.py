@@ -1,8 +1,7 @@
-"""The engine of a prepared model: what is in force on it, and its step in the parts it is made of.
+"""The engine of a prepared model: what is in force on it, and the parts of its step.
 
-Trainers, replays and benchmarks take a step apart: `begin_step` (the host catches up),
-`queue_update` (all that the device does, which a CUDA graph can capture) and `end_step` (the
-numbers go on their way to the host). `Prepared.step` is these three in a row.
+`Prepared.step` is `begin_step` (the host catches up), `queue_update` (all that the device does,
+which a CUDA graph can capture) and `end_step` (the numbers are copied to the host).
 """
 
 import contextlib
@@ -112,10 +111,7 @@ def dropped_on_failure(weights: TrainedWeights) -> Iterator[None]:
 
 @torch.no_grad()
 def give_back_gradients(scales: Scales, weights: TrainedWeights) -> None:
-    """Divide the loss scale out of gradients that no step has used, if they have it.
-
-    Those that were unscaled, edited, or made by another backward pass are left as they are.
-    """
+    """Divide the loss scale out of unused gradients that still have it."""
     present = weights.with_gradients()
     inv_scale = scales.inv_scale(present) if present else None
     if inv_scale is not None and weights.ownership.gradients.are_scaled:
@@ -222,12 +218,10 @@ class Engine:
     def set_plan(
         self, plan: Plan, *, loss_scale: Settings | None, keep_scale: bool = False
     ) -> None:
-        """Put another plan in the place of the one in force. Waits for the device.
+        """Replace the plan in force, or raise without a change; synchronises with the device.
 
-        What cannot be is refused before anything is changed. A loss scale that both policies need
-        goes on, with `keep_scale` also one that the new policy does not need; one that begins has
-        the settings given here, or those given before, or the default.
-        Histories of delayed scaling go on where a module of the same name had one.
+        A loss scale that both policies need continues, with `keep_scale` also one that the new
+        policy does not need. Delayed scaling continues for modules of the same name.
         """
         applied = self.log.counts().applied
         check_not_monitored(self.model, doing="set_policy()")
@@ -293,10 +287,9 @@ class Engine:
 
     @torch.no_grad()
     def queue_update(self, present: Sequence[int], *, metered: bool) -> Tensor:
-        """Queue all that a step does with its gradients; return its numbers, packed, on the device.
+        """Queue the update of a step; return its numbers, packed, on the device.
 
-        `present` are the places of the weights that have one. Nothing here waits where the
-        optimizer skips by itself, so a CUDA graph can capture it.
+        Does not synchronise if the optimizer skips on the device, so a CUDA graph can capture it.
         """
         checked, inv_scale = look_at_gradients(present, self.scales, self.weights)
         scale = self._one if self.scales.value is None else self.scales.value.clone()
@@ -354,11 +347,7 @@ class Engine:
 
     @contextlib.contextmanager
     def isolated(self, scales: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Leave no trace of the passes that are made inside the block, and make no step in it.
-
-        Gradients, buffers, fp8 weights and what their scales come from are afterwards as they were.
-        `scales`, from `scale_values`, are in force inside. Random numbers are drawn as ever.
-        """
+        """Undo all traces of passes in the block except random numbers; steps are not allowed."""
         values = self.scales.values if scales is None else scales
         with (
             self.first_scales.unchanged(),

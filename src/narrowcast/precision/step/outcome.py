@@ -1,8 +1,4 @@
-"""What a step did: applied or skipped, and why; known to the host only once it asks.
-
-On a GPU the numbers of a step (finite, norm, scale, lost updates) are packed into one tensor, whose
-small copy to the host nothing waits for. Reading an `Outcome` waits; not reading it costs nothing.
-"""
+"""The result of a step: applied or skipped, and why. Reading it synchronises with the device."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final

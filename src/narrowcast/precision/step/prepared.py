@@ -1,10 +1,7 @@
 """`prepare` and `Prepared`: make a model train in a policy's formats, with any torch optimizer.
 
-A step is: scaled backward passes, one look at the gradients (norm, finite or not), unscale and clip
-in one multiplication, the optimizer, the scale. Whether it is applied is decided on the device. The
-host learns of it later, and only then does the learning-rate schedule move, so that it never moves
-on a skipped step. How that is done, and the parts of a step for those who take it apart, is in
-`engine`.
+Whether a step is applied is decided on the device. The host learns of it later, and only then does
+the learning-rate schedule move, so it never moves on a skipped step.
 """
 
 import contextlib

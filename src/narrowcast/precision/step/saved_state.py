@@ -1,9 +1,7 @@
-"""The state that decides the steps to come: taken from an engine, checked, and put back.
+"""The state that decides the steps to come: taken from an engine, checked, and restored.
 
-Data order and random state are no part of it. A state is loaded as a whole, or not at all. It
-describes itself: with its tensors it stores their shapes and dtypes, so that one which was cut,
-cast or put together from two is known before anything is written. What must agree with the run that
-loads it (names, classes, shapes) is compared with that run, and the first difference is reported.
+A state is loaded as a whole, or not at all. It stores the shapes and dtypes of its tensors, so that
+one which was cut, cast or put together from two raises before anything is written.
 """
 
 import contextlib

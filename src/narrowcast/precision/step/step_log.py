@@ -1,11 +1,7 @@
-"""What became of each step, once the host knows, and what follows from it.
+"""The outcome of each step, once the host knows it; applied steps move the learning-rate schedule.
 
-Only here does the learning-rate schedule move, and only for a step that was applied.
-
-A `ReduceLROnPlateau` moves by a metric, which only the user knows: `Prepared.scheduler_step` passes
-it on, and a step leaves it alone. A `scheduler.step()` left over from the loop before `prepare`
-would move a schedule twice as fast. While a run holds a schedule, its class is a subclass whose
-`step()` raises for everybody else.
+A `scheduler.step()` left over from the loop before `prepare` would move a schedule twice as fast.
+While a run holds a schedule, its class is a subclass whose `step()` raises for everybody else.
 """
 
 import contextlib
@@ -315,11 +311,7 @@ class StepLog:
         return matches
 
     def check_not_diverged(self) -> None:
-        """Give up, once every step would be skipped.
-
-        Asked at the beginning of a step, so that the outcome of the one before it is known. Waits
-        for the device only where training ends.
-        """
+        """Raise once every step would be skipped; synchronises only where training ends."""
         stats = self.stats
         if stats.overflows_at_floor < self._patience:
             return

@@ -60,11 +60,7 @@ def _let_know(weights: TrainedWeights) -> None:
 
 @contextlib.contextmanager
 def plan_tried(engine: Engine, plan: Plan) -> Iterator[None]:
-    """Let modules compute as `plan` says inside the block; give back the very same afterwards.
-
-    Weights stay as they are kept, and so do loss scales. Scales of fp8 that come from past steps
-    have no past here.
-    """
+    """Let modules compute as `plan` says inside the block, with new delayed fp8 scales."""
     modules = list(engine.model.modules())
     before = [(type(module), _ours(module.__dict__)) for module in modules]
     active = engine.plan, engine.entry, engine.fp8

@@ -1,8 +1,4 @@
-"""Keep what a fine-tuning does not train in fewer bits: a frozen base in e4m3, and back.
-
-Layer by layer: the wide weight of one is let go before the next is made, so at no time is there
-more memory in use than before.
-"""
+"""Store a frozen base in e4m3, and back, layer by layer so that the memory peak does not grow."""
 
 from collections.abc import Iterator, Sequence
 

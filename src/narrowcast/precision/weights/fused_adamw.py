@@ -1,9 +1,7 @@
 """The optimizer's step in one pass over memory, in place of torch's own AdamW or Adam.
 
-The state stays where torch keeps it, `optimizer.state`, under torch's names, and with fp32 moments
-means what torch's does: a run can be saved under one and resumed under the other. Moments of 8 bits
-have their scales beside them. On a GPU it is a Triton kernel; elsewhere its twin in plain torch.
-An average of the weights is moved in the same pass, and so are leads of a lookahead point.
+The state stays in `optimizer.state` under torch's names, so that a run can be saved under one and
+resumed under the other. The EMA and the leads of a lookahead point move in the same pass.
 """
 
 import itertools
@@ -135,11 +133,10 @@ class FusedAdamW:
         average: WeightAverage | None = None,
         lookahead: LookaheadPoint | None = None,
     ) -> Tensor | None:
-        """Update the weights in these places, unless `finite` is false; nothing is waited for.
+        """Update the weights in these places, unless `finite` is false, without synchronising.
 
-        `factor` multiplies their gradients, one for all or one for each. The `average` moves
-        with them, and with no others, and so do the leads of a `lookahead`. Returns the share of
-        lost updates among all weights if it is to be measured.
+        `factor` multiplies their gradients, one for all or one for each. Returns the share of lost
+        updates among all weights if `metered`.
         """
         _check_hooks(self._optimizer)
         if (average, lookahead) != (self._average, self._lookahead):
@@ -378,10 +375,7 @@ def _laid_like(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def _layouts(tensors: Sequence[Tensor], *, sized: bool) -> list[object]:
-    """Return how each lies in memory. Of all weights in every step, so without a loop.
-
-    torch gives a weight no gradient of another shape; of shards it knows nothing.
-    """
+    """Return the memory layout of each tensor, without a loop: it runs for all in every step."""
     strides = map(Tensor.stride, tensors)
     return list(zip(map(Tensor.size, tensors), strides, strict=True) if sized else strides)
 

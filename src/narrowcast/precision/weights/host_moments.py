@@ -1,9 +1,7 @@
-"""Moments that lie in the host's memory, and are on the device only while they are updated.
+"""Moments in host memory that are on the device only while they are updated.
 
-A few weights at a time: their moments are copied to one of two places on the device, updated there,
-and copied back, while the next are on their way to the other. Copies up and down have queues of
-their own, so both ways of the bus are used at once, and the host waits for none of it. Chance draws
-by a weight's place among all of them, so no bit depends on how they are cut up.
+They are copied to one of two places on the device and back, while the next are copied to the other.
+Random numbers depend on a weight's place among all, so bits do not depend on the pieces.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,10 +34,7 @@ def _is_on_host(value: Tensor) -> bool:
 
 @final
 class OffloadedAdam:
-    """As `AdamKernel`, for weights whose moments are on the host.
-
-    `make` makes a kernel, or its twin, of some weights, given how many come before them.
-    """
+    """Like `AdamKernel`, for weights whose moments are on the host; `make` gets their offset."""
 
     def __init__(
         self,

@@ -93,10 +93,9 @@ class Lookahead:
 
 @final
 class LookaheadPoint:
-    """The leads, beside the model, in the order of its weights; they begin at zero.
+    """The leads, in the order of the weights; they begin at zero.
 
-    They are the same tensors for as long as the run lasts: captured steps know their addresses. A
-    weight that is frozen has none, until it first has a gradient.
+    Tensors stay the same: captured steps know their addresses. A weight without gradients has none.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], settings: Lookahead) -> None:

@@ -8,13 +8,8 @@
 | stochastic | nothing | 0 | right on average |
 | none | nothing | 0 | updates below half a spacing are lost |
 
-The optimizer itself is torch's, whichever it is: it sees fp32 parameters, which exist from just
-before its step until just after it (for `fp32`, always).
-
-The exponential moving average of the weights is in fp32 and stands still on a skipped step. It
-moves towards the full value of each weight after its update. Where the fused optimizer updates a
-weight, it moves the average in the same pass, at 8 bytes per weight; `WeightAverage.update` is for
-all other weights, also for one without a gradient in this step.
+The optimizer sees fp32 parameters, which exist only during its step (for `fp32`, always). The EMA
+is in fp32; the fused optimizer moves it in the same pass, `WeightAverage.update` for other weights.
 """
 
 import contextlib
@@ -126,10 +121,8 @@ class MasterWeights:
     def full(self, i: int, working: Tensor | None = None) -> Tensor:
         """Return weight `i` in fp32, with all the digits that are kept of it.
 
-        Where another stands in for it, `working` are the digits that are its own.
-
-        Whoever loads weights, or clamps them, writes to the working ones and knows of no others:
-        where what is kept beside one belongs to another number, the working one is right.
+        Outside code writes to the working weights only. If the master belongs to another number,
+        the working weight is right.
         """
         # torch cannot look at the bits of a sharded tensor, but at those of its shards.
         residual = self.residual(i)
@@ -153,7 +146,7 @@ class MasterWeights:
         return self._residual[i] if self._residual else None
 
     def fit(self, i: int) -> None:
-        """Give up what is kept beside weight `i` where it belongs to another number."""
+        """Drop what is kept beside weight `i` where it belongs to another number."""
         weight, extra = local_part(self.parameters[i]), self.residual(i)
         if extra is None:
             return
@@ -182,9 +175,8 @@ class MasterWeights:
     ) -> None:
         """Let the optimizer update all its weights, the master weights among them, by `stepping`.
 
-        The gradients of these are multiplied by `factors`, where there are any, in fp32.
-        torch's own optimizers treat each weight by itself, so they are given a few at a time, and
-        the fp32 copies of all of them never exist at once.
+        torch's own optimizers treat each weight by itself, so they get a few at a time, and the
+        fp32 copies of all never exist at once.
         """
         if self.kind == "none" or not self.parameters:
             stepping()
@@ -211,10 +203,7 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def at_hand(self, indices: Sequence[int] | None = None) -> Iterator[None]:
-        """Let the optimizer find its weights, or some of them, in fp32 inside the block, and write.
-
-        What it leaves is kept, also where it raises: what it did until then is done.
-        """
+        """Give the optimizer its weights in fp32 inside the block; store them also if it raises."""
         some = range(len(self.parameters)) if indices is None else indices
         for i in some:
             if self.kind == "fp32":
@@ -372,10 +361,7 @@ class WeightAverage:
         return None if index is None else self.averages[index]
 
     def update(self, places: Sequence[int], full: Full, *, finite: Tensor | None) -> None:
-        """Move the averages in these places towards their weights, unless `finite` is false.
-
-        Does not wait for the device. Two fp32 copies of some of the weights exist for a moment.
-        """
+        """Move the averages in these places, unless `finite` is false, without synchronising."""
         if not places:
             return
         share = self.share if finite is None else self.share * finite.to(torch.float32)

@@ -38,11 +38,7 @@ def as_one(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:
 
 @final
 class SideBySide(Optimizer):
-    """Steps its optimizers one after the other.
-
-    `param_groups` and `state` are theirs: the very same objects, so that whoever exchanges
-    parameters, sets a learning rate or saves them reaches each optimizer.
-    """
+    """Steps its optimizers in turn; `param_groups` and `state` are the same objects as theirs."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.parts = tuple(optimizers)

@@ -1,13 +1,8 @@
-"""What `prepare` took into its hands, whose gradients the weights have, and outside changes.
+"""What `prepare` changed, whose gradients the weights have, and outside changes.
 
-Afterwards the optimizer holds master weights and the model 16-bit ones: whoever steps the optimizer
-by hand, gives the model another layer or casts it would train something else without notice. A look
-costs a step about half a microsecond of the host for each weight.
-
-A pass of another run's loss that goes through the model leaves gradients in it, and so does a
-`loss.backward()`. With a loss scale they are not scaled as the run's are, and without one the run
-would add them to its own though nobody requested it. A look costs the host some fifty nanoseconds
-for each weight.
+Stepping the optimizer by hand, replacing a layer or casting the model would train something else
+without notice. So would gradients of another run or of a plain `loss.backward()`, which lack the
+loss scale. The first check takes the host about half a microsecond per weight, the second 50 ns.
 """
 
 import contextlib
@@ -132,10 +127,9 @@ class GradientWatch:
             self._cleared_weights = cleared
 
     def _first_foreign(self) -> str:
-        """Return the name of a weight whose gradient is not the one that is known; none of zeros.
+        """Return the name of a weight with a foreign gradient that is not zero, if any.
 
-        Waits for the device only where there is one: `model.zero_grad(set_to_none=False)`, of which
-        nobody tells, leaves zeros.
+        Synchronises only if there is one: `model.zero_grad(set_to_none=False)` leaves zeros.
         """
         (gradients, versions), (known, counts) = self._now(), self._marks
         if versions == counts and all(map(is_, gradients, known)):
@@ -386,8 +380,7 @@ def _drop_empty_states(optimizer: torch.optim.Optimizer) -> None:
 class _ZeroGrad:
     """In place of an optimizer's `zero_grad`: clears the gradients of the model too.
 
-    The optimizer knows its master weights only. It holds this, which therefore does not hold it:
-    a cycle would keep all weights until Python looks for cycles.
+    Does not hold the optimizer: a cycle would keep all weights until garbage collection.
     """
 
     def __init__(
@@ -452,10 +445,7 @@ class _Homes:
 
 
 def _layout(weights: Sequence[Tensor]) -> tuple[list[Any], ...]:
-    """Return dtypes, devices, strides and sizes of weights: of all in every step, without a loop.
-
-    Four lists: to compare a tuple of each weight takes longer than to ask for it.
-    """
+    """Return dtypes, devices, strides and sizes of weights as lists, which compare fastest."""
     requested = (_DTYPE, _DEVICE, Tensor.stride, Tensor.numel)
     return tuple(list(map(each, weights)) for each in requested)
 

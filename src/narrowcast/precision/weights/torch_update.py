@@ -1,12 +1,7 @@
 """One update of a run's weights by the optimizer's own step, whichever of torch's it is.
 
-With a lookahead point the optimizer finds z in the place of its weights, and nothing else tells it
-of the other points: weight decay, moments, norms of weights are those of where it moves.
-
-The lost-update meter counts the share of weights whose update rounded to nothing. A weight had an
-update when its gradient was not zero; the update was lost when every tensor that holds the weight
-is afterwards what it was before. It looks at an even sample of each weight, so that it costs little
-on models of any size.
+With a lookahead point the optimizer has z in the place of its weights. The lost-update meter counts
+the weights, in an even sample, with a gradient that is not zero and no change in any tensor.
 """
 
 import contextlib
@@ -68,11 +63,9 @@ def _sample(tensor: Tensor) -> Tensor:
 
 @final
 class LeadingStep:
-    """What stands in for `optimizer.step()`, which may be called for some weights at a time.
+    """Replaces `optimizer.step()`, also for some weights at a time, at `places` among all.
 
-    `places` are those of what the optimizer holds among all weights. Where `finite` is given and
-    false, weights and leads stay as they are, bit for bit; nothing waits for the device. One fp32
-    copy of the weights that are stepped exists meanwhile, and four of a bucket of them.
+    Where `finite` is false, weights and leads stay bit-identical. Does not synchronise.
     """
 
     def __init__(
@@ -154,8 +147,7 @@ class TorchUpdate:
     """The place of each weight among the masters that has one."""
     lookahead: LookaheadPoint | None
     emulated: bool
-    """Whether the optimizer's own products are emulated: one that multiplies (Adafactor) must not
-    do so natively in bf16 either."""
+    """Whether the products of the optimizer itself (Adafactor) are emulated."""
 
     def step(
         self, factors: Mapping[nn.Parameter, Tensor], *, finite: Tensor | None, metered: bool

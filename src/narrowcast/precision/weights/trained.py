@@ -1,8 +1,6 @@
 """The weights a run trains: their names, their full values, and how one step updates them.
 
-A copy of a model has no master weights and nobody who rounds for it, so 16-bit weights are copied
-whole, in fp32: for a target network, an average kept by hand, the best model so far. A state that
-is loaded into the model has digits for the master weights, too.
+A copy of a model has no master weights, so 16-bit weights are copied in fp32.
 """
 
 import contextlib
@@ -211,11 +209,8 @@ class TrainedWeights:
         """Carry out another plan in place of the one in force.
 
         Every weight passes through its fp32 value, so fp32 weights and `fp32` and `split` masters
-        become one another bit for bit. `kahan` takes as many digits as two 16-bit numbers have and
-        `stochastic` and `none` those of one, rounded to the nearest; what any of them holds is
-        handed on whole. Moments keep their values in the formats of the new policy; 8-bit ones that
-        stay so keep their codes. Where nothing is kept in another way, no tensor is touched; else
-        two fp32 copies of the weights that are changed exist for a moment.
+        become one another bit for bit. Moments keep their values in the new formats. Two fp32
+        copies of the changed weights exist for a moment.
         """
         if self._storage == _storage(self._model, plan, self._trained()):
             restore_modules(self._model)
@@ -344,10 +339,8 @@ class TrainedWeights:
     ) -> Tensor | None:
         """Multiply the gradients and let the optimizer update the weights in these places.
 
-        `factor` is one for all of them or one for each. With `finite` given, the optimizer itself
-        skips where that is false, on the device. The average of every weight moves with them.
-        Returns the share of lost updates if it is to be measured: of a sample, or of all weights
-        where that costs nothing.
+        `factor` is one for all of them or one for each. With `finite`, the optimizer skips on the
+        device. Returns the share of lost updates if `metered`.
         """
         _check_not_thawed(self._narrow)
         if self.fused is not None:
@@ -463,10 +456,7 @@ def _size(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def undone_on_failure(model: nn.Module, weights: TrainedWeights) -> Iterator[None]:
-    """Give model and optimizer back as they were where the block fails: out of memory, say.
-
-    What they held is kept until then and put back, so that no memory is needed for it.
-    """
+    """Restore model and optimizer if the block fails (out of memory), without new memory."""
     tensors = [(p, p.data, p.grad, p.grad_dtype) for p in weights.all]
     optimizers = member_optimizers(weights.optimizer)
     groups = [(group, group["params"]) for each in optimizers for group in each.param_groups]

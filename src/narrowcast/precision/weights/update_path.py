@@ -1,9 +1,7 @@
 """Which optimizer step updates the weights: torch's own, or one pass over memory; and why.
 
-Some optimizers write weights in other ways than by their step. Schedule-free ones exchange two
-points of their own by `train()` and `eval()`; others clamp, average or swap. Each such method is
-called with the master weights at hand, and what it leaves is stored. An optimizer that knows
-weights by another way than its groups would write past the master weights, and raises.
+Other methods of an optimizer that write weights (schedule-free `train()` and `eval()`) are called
+with the master weights at hand. An optimizer that bypasses its groups raises.
 """
 
 import functools
@@ -163,10 +161,7 @@ class OwnWrites:
 
 @final
 class _Writing:
-    """In place of a method of an optimizer: calls it with the master weights at hand.
-
-    The optimizer holds this, which therefore holds neither it nor who does: no cycles.
-    """
+    """In place of a method of an optimizer: calls it with the master weights at hand; no cycles."""
 
     def __init__(
         self,
