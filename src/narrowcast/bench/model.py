@@ -63,7 +63,6 @@ class ModelWithLoss(nn.Module):
         self.model, self._loss = model, loss
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the mean loss."""
         loss = self._loss(self.model, batch)
         return loss.total if isinstance(loss, LossParts) else loss
 

@@ -66,7 +66,6 @@ class Figures:
     results: list[Result]
     baseline: Contender
     data: dict[str, Any]
-    """All of it, as plain data."""
     interrupted: bool
     """Whether it ended before everyone had all rounds."""
 
@@ -219,7 +218,6 @@ class Rounds:
         return started
 
     def _has_room(self, *, starting: int) -> bool:
-        """Return whether one more may start beside those that are there."""
         if not starting and all(name == self._baseline for name in self._workers):
             return True  # a group needs a contender beside the baseline
         if self._request.together is not None:

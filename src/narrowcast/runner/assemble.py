@@ -51,7 +51,6 @@ class Assembled:
         resume: dict[str, Any] | None = None,
         accept: Collection[str] = (),
     ) -> Generator[Record]:
-        """Train for the steps of a recipe, and yield records."""
         return train_loop(
             self.prepared,
             self.task,

@@ -93,7 +93,6 @@ class RunProgress:
             self._write(self._display)
 
     def close(self) -> None:
-        """Show the last numbers."""
         if self._display is not None and self._due:
             if self._pending:
                 self._write(self._display)

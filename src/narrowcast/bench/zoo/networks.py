@@ -72,7 +72,6 @@ class PixelAttention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the images with attention added to each pixel."""
         batch, width, *size = x.shape
         pixels = self.norm(x).flatten(2).transpose(1, 2)  # (batch, pixel, width)
         shape = (batch, pixels.shape[1], 3, self.heads, width // self.heads)

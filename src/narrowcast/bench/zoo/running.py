@@ -50,7 +50,6 @@ class Zoo:
     """What was measured."""
 
     data: dict[str, Any]
-    """All of it, as plain data."""
     left_out: tuple[ZooTrial, ...]
     """Rows there was no time for."""
     interrupted: bool
@@ -113,7 +112,6 @@ class SavedRows:
         return trial in self.rows and not self.rows[trial]["failure"]
 
     def add(self, trial: ZooTrial, row: Mapping[str, Any]) -> None:
-        """Add a row, and write the file."""
         self.rows[trial] = {**asdict(trial), **row}
         self.write()
 

@@ -40,7 +40,6 @@ class DivergenceMonitor:
     """Mean distance of the last few losses from the mean."""
     norms: int = 0
     first_norm: float = 0.0
-    """Mean of the first gradient norms."""
     problem: str = ""
     """What the worst observation was since `cleared()`; empty where there was no divergence."""
 

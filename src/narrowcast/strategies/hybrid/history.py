@@ -13,7 +13,6 @@ from torch import Tensor
 from narrowcast.errors import CheckpointError, ConfigError
 
 SNAPSHOTS = 7
-"""Snapshots that are kept."""
 FEWEST_SNAPSHOTS = 3
 """Snapshots that a prediction needs: two for a line, and one to compare it with."""
 
@@ -39,7 +38,6 @@ class WeightHistory:
         return sum(t.nbytes for tensors in (self._newest, *self._moves) for t in tensors)
 
     def due(self, step: int) -> bool:
-        """Return whether a snapshot is to be taken after this step."""
         return not self._steps or not 0 <= step - self._steps[-1] < self.every
 
     @torch.no_grad()

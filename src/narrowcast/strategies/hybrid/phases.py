@@ -53,7 +53,6 @@ class PhaseCourse:
         return [self._record(0, NO_JUMPS if self._jumps is None else why)]
 
     def is_due(self, step: int) -> bool:
-        """Return whether the phase ends with this step."""
         return step == self._end and step < self._steps
 
     def act(self, step: int, *, batches: int) -> list[Record]:

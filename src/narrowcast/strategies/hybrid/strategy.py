@@ -167,7 +167,6 @@ class HybridStrategy(Strategy):
         return self.readouts.weights()
 
     def put_answer(self) -> Mapping[str, Tensor]:
-        """Load the selected weights into the model at the end of a run."""
         answer, state = self.answer(), collect_weights(self._prepared.engine)
         state["weights"] |= answer
         if state["lookahead"] is not None:  # the weights are the answer now
@@ -178,7 +177,6 @@ class HybridStrategy(Strategy):
         return answer
 
     def summary(self, step: int) -> Iterable[Record]:
-        """Return the record that sums up phases and selections."""
         readouts = {
             "averages selected": float(self._accepted),
             "averages not selected": float(self._rejected),

@@ -35,7 +35,6 @@ class ChoosingBudget:
     share: float = 0.01
     """The largest cost of choosing, as a share of the training done so far."""
     step_cost: float = STEP_COST
-    """Cost of a training step."""
     spent: float = 0.0
 
     def __post_init__(self) -> None:
