@@ -12,7 +12,7 @@ class OutputLostError(OSError):
 
 @final
 class _Output(io.FileIO):
-    """A stream of this process whose loss is told apart from every other error of a file."""
+    """A stream that raises OutputLostError when it cannot be written."""
 
     outlived = False
     """Whether what cannot be written is dropped."""

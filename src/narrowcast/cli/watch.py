@@ -46,7 +46,7 @@ def watch(folder: str, port: int | None, opened: bool) -> None:
 
 
 def _server(folder: "Path", port: int | None) -> "WatchServer":
-    """Listen on `port`, or on the usual one, or say why not."""
+    """Listen on `port`, or on the first free one from the usual port on."""
     from narrowcast.report.live import DEFAULT_PORT, WatchServer
 
     wanted = range(DEFAULT_PORT, DEFAULT_PORT + TRIED) if port is None else range(port, port + 1)

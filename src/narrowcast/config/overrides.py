@@ -23,7 +23,7 @@ BY_NAME: tuple[KeyPath, ...] = (("strategy",),)
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that somebody gave, and where."""
+    """A value that was set, and where."""
 
     value: object
     origin: str

@@ -67,14 +67,14 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 @final
 class Problems:
-    """Problems in the order they were found; what is not told is never put into words."""
+    """Problems in the order they were found; those that are not listed are never formatted."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []
         self.count = 0
 
     def add(self, problem: str | Callable[[], str]) -> None:
-        """Add one, or what would say it."""
+        """Add a problem, or a function that returns it."""
         self.count += 1
         if len(self.shown) < MOST_TOLD:
             text = problem if isinstance(problem, str) else problem()
@@ -84,6 +84,6 @@ class Problems:
         return self.count > 0
 
     def lines(self) -> list[str]:
-        """Return a line for each that is told, and one that counts the others."""
+        """Return a line per listed problem, and one that counts the others."""
         more = self.count - len(self.shown)
         return [*self.shown, *([f"and {more} more"] if more else [])]

@@ -28,7 +28,7 @@ def installed_entries() -> Iterable[EntryPoint]:
 
 @final
 class Registry:
-    """Finds workloads by name; each is imported when it is first asked for."""
+    """Finds workloads by name; each is imported when it is first used."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ KeyPath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Document:
-    """What a YAML text says, where it says it, and what is wrong with it."""
+    """The value of a YAML text, the lines of its keys, and its problems."""
 
     value: object
     lines: dict[KeyPath, int]

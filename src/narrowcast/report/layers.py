@@ -20,7 +20,7 @@ class Change:
     format: str
     step: int
     returned: bool
-    """Whether it led back to what was asked for."""
+    """Whether it led back to the requested format."""
     by_name: bool = True
     """Whether it was made for this module; False: the policy of the whole model changed."""
 
@@ -115,7 +115,7 @@ class Layer:
     parameters: int
     """Of all the modules in the row together."""
     ended: str
-    """The format in force at the end; empty where it is the one that was asked for."""
+    """The format in force at the end; empty if it is the requested one."""
     since: str
     """The step or steps at which that came into force; empty likewise."""
 
@@ -176,7 +176,7 @@ def bare_reason(entry: Mapping[str, Any]) -> str:
 
 
 def _change(module: Mapping[str, Any], ended: InForce | None) -> Change | None:
-    """Return the last change of a module that did not lead back to what was asked for."""
+    """Return the last change of a module that did not lead back to the requested format."""
     if ended is None:
         return None
     change = ended.modules.get(_text(module, "name"))

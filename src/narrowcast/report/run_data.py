@@ -60,7 +60,7 @@ ENVIRONMENT: Shape = {"sessions": [dict]}
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """A run as its folder tells it; what was not written is empty."""
+    """A run as read from its folder; what was not written is empty."""
 
     steps: tuple[StepRecord, ...] = ()
     evals: tuple[EvalRecord, ...] = ()
@@ -90,7 +90,7 @@ class RunData:
 
     @property
     def policy(self) -> str:
-        """The precision policy that was asked for."""
+        """The requested precision policy."""
         planned = (self.plan or {}).get("policy")
         requested = str(self.setting("precision.policy") or planned or "an unnamed policy")
         return policies(requested, self.setting("precision.schedule"))
@@ -201,7 +201,7 @@ def read_run(path: Path) -> RunData:
 
 
 def _recipe_text(run: RunFolder) -> str:
-    """Return the recipe as it was given; without it, everything else can be told all the same."""
+    """Return the recipe as it was written, or "" without the file."""
     try:
         return run.recipe_text
     except CheckpointError:

@@ -285,7 +285,7 @@ def _memory_fact(data: RunData) -> list[Fact]:
 MOST_FINDINGS = 3
 """Told one by one in the headline; the table below has them all."""
 INJECTED = "fault injected"
-"""What a run calls a fault that its recipe asks for."""
+"""Name of a fault that the recipe requests."""
 
 
 def sentences(data: RunData) -> list[tuple[Tone, str]]:

@@ -21,7 +21,7 @@ STOPPING = tuple(
 
 @dataclass
 class Stop:
-    """Whether the run was told to stop."""
+    """Whether the run received a signal to stop."""
 
     folder: Path | None = None
     received: signal.Signals | None = None

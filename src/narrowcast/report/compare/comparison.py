@@ -29,7 +29,7 @@ from narrowcast.runs.task_info import Metric
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Everything a table, a page or a script says about some runs."""
+    """Everything a table, a page or a script shows about some runs."""
 
     terms: ComparisonTerms
     groups: tuple[Group, ...]

@@ -1,4 +1,4 @@
-"""One run of a comparison: its curve over steps and over seconds, and what may be asked of it."""
+"""One run of a comparison: its curve over steps and over seconds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -74,7 +74,7 @@ class ComparedRun:
 
 
 def read_runs(folders: Sequence[str]) -> dict[str, RunData]:
-    """Read the runs of a comparison, or refuse one that has not begun."""
+    """Read the runs of a comparison, or raise if one has not begun."""
     results = {folder: read_run(Path(folder)) for folder in folders}
     empty = [folder for folder, data in results.items() if not data.steps]
     if empty:

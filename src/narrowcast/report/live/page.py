@@ -18,7 +18,7 @@ from narrowcast.report.rendering import asset, csp_source, new_environment, scri
 
 @dataclass(frozen=True, kw_only=True)
 class LiveDocument:
-    """What a route answers with."""
+    """The response of a route."""
 
     kind: str
     """Its media type."""

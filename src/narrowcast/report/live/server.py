@@ -32,7 +32,7 @@ MOST_STREAMS = 32
 PAUSE_SECONDS = 0.5
 """Between two messages to a page."""
 BEAT_SECONDS = 10.0
-"""Between two signs of life, when there is nothing to tell."""
+"""Between two signs of life, when nothing has changed."""
 PATIENCE_SECONDS = 15.0
 """For a request to arrive, and for a page to take what it is sent."""
 PIECE_BYTES = 2**16

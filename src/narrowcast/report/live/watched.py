@@ -35,7 +35,7 @@ KINDS = ("step", "eval", "finding", "precision", "checkpoint")
 
 @dataclass(frozen=True)
 class Cursor:
-    """What one page has been told."""
+    """What one page has received."""
 
     generation: int = -1
     head: Mapping[str, Any] = field(default_factory=dict)
