@@ -39,16 +39,17 @@ types: install-dev
 layers: install-dev
 	$(BIN)/lint-imports
 
-# One torch thread a worker: two workers with two threads each would fight for the cores.
+# One torch thread per worker, so that workers do not compete for the cores. A file stays in one
+# worker, so that its fixtures are built once.
 unit: install-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "not gpu"
 
 # Wide and quick, for between two edits: laws, policies, steps, checkpoints, one real run.
 SMOKE := laws config numerics cli/test_entry.py cli/test_plan.py
 SMOKE += $(addprefix training/checkpoints/,test_checkpoint.py test_resume.py)
 SMOKE += $(addprefix precision/,plan gradients test_resume.py step/test_prepare.py weights/test_master.py)
 smoke: install-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "not gpu" $(addprefix tests/,$(SMOKE))
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "not gpu" $(addprefix tests/,$(SMOKE))
 
 docs: install-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

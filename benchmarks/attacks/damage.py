@@ -135,7 +135,7 @@ def _only_what_may_change(run: Path, straight: Path) -> bool:
 
 def _advice_is_good(case: Case, run: Path, straight: Path, ended: Ended) -> Verdict:
     """Do what a refusal says to do, and check that it helps."""
-    if advised := re.search(r"remove (\S+) and resume", ended.err):
+    if advised := re.search(r"Remove (\S+) to resume from", ended.err):
         doomed = Path(advised[1])
         if not doomed.is_relative_to(run):
             raise Found(Verdict.LOST, f"advised to remove {doomed}")

@@ -62,7 +62,7 @@ def test_the_most_of_what_takes_no_memory_can_be_trained(narrowcast, tmp_path):
 def test_a_folder_that_cannot_be_is_refused_in_words(narrowcast, tmp_path, name):
     ended = narrowcast("train", "quickstart", *SMALL, "--out", tmp_path / name)
     assert ended.code == 2
-    assert "choose another --out" in ended.err
+    assert "Choose another --out" in ended.err
     assert len(ended.err) < 500
 
 
