@@ -41,7 +41,7 @@ class Workload:
     name: str
     """What recipes call it."""
     about: str
-    """One line for whoever looks for it."""
+    """One-line description, shown by `narrowcast --help`."""
     sections: str
     """A `Sections` value in a module that does not import torch."""
     task: str

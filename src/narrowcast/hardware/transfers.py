@@ -49,7 +49,7 @@ def mark_now(device: torch.device) -> Mark:
 
 
 def wait_for(mark: Mark, device: torch.device) -> None:
-    """Let the computation, and not the host, wait for what was marked."""
+    """Make the computation, not the host, wait for the mark."""
     if mark is not None:
         torch.cuda.current_stream(device).wait_event(mark)
 

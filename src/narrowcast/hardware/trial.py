@@ -99,7 +99,7 @@ def _is_sound(died: object, slowdown: object) -> bool:
 
 
 def keep_trials(store: Path, trials: Mapping[str, CpuTrial]) -> None:
-    """Let later processes know what came of trials."""
+    """Store the results of trials for later processes."""
     text = json.dumps({name: asdict(trial) for name, trial in trials.items()})
     try:
         store.parent.mkdir(parents=True, exist_ok=True)

@@ -154,7 +154,7 @@ def _driver() -> Any:
 
 
 def _enter_context(device: int) -> None:
-    """Give this thread the context of a device that torch has in all others."""
+    """Set the CUDA context of a device for this thread, as torch does in its own."""
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     doing = f"using cuda:{device} in a new thread"
     _check(_driver().cuDeviceGet(ctypes.byref(handle), device), doing)

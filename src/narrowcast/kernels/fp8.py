@@ -56,7 +56,7 @@ class DecidedScales:
         return frozenset(self._addresses & addresses)
 
     def remove(self, addresses: AbstractSet[int]) -> None:
-        """Let the next matrices decide the scales at these addresses, or whatever comes there."""
+        """Let the next matrices set the scales at these addresses."""
         self._addresses.difference_update(addresses)
 
 

@@ -85,7 +85,7 @@ class NormKernel:
         return self._last
 
     def has_replayed(self) -> None:
-        """Know no more where the gradients of the last step were: a graph's were elsewhere."""
+        """Forget the addresses of the last gradients: a replayed graph used others."""
         for tables in (*self._known.values(), *filter(None, [self._last])):
             tables.addresses.has_replayed()
 

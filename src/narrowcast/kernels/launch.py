@@ -288,7 +288,7 @@ class HostTable:
         self.tensor.copy_(host, non_blocking=True)
 
     def has_replayed(self) -> None:
-        """Know no more what stands in the table: a replayed graph has written its own there."""
+        """Forget the content of the table: a replayed graph has overwritten it."""
         self._written = []
 
     def make_room(self) -> None:

@@ -67,12 +67,12 @@ class CastLoss:
 
     @property
     def overflow_rate(self) -> float:
-        """Give the share of elements that overflowed, zero for no elements."""
+        """Fraction of elements that overflowed; zero if there are none."""
         return self.overflowed / max(self.elements, 1)
 
     @property
     def flush_rate(self) -> float:
-        """Give the share of elements that were flushed to zero, zero for no elements."""
+        """Fraction of elements that were flushed to zero; zero if there are none."""
         return self.flushed / max(self.elements, 1)
 
 

@@ -38,37 +38,37 @@ class Format:
 
     @property
     def bytes(self) -> float:
-        """Give the bytes one stored value takes: tf32 lives in fp32 words, e2m1 two to a byte."""
+        """Bytes per stored value. tf32 is stored as fp32; two e2m1 values share a byte."""
         return self.bits / 8 if self.dtype is None else float(self.dtype.itemsize)
 
     @property
     def bias(self) -> int:
-        """Give the number subtracted from the stored exponent."""
+        """Exponent bias."""
         return int(2 ** (self.exponent_bits - 1)) - 1
 
     @property
     def smallest_normal(self) -> float:
-        """Give the smallest value that still has all its mantissa bits."""
+        """Smallest positive normal value."""
         return 2.0 ** (1 - self.bias)
 
     @property
     def smallest(self) -> float:
-        """Give the smallest value above zero, a subnormal."""
+        """Smallest positive value, a subnormal."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
     @property
     def epsilon(self) -> float:
-        """Give the distance from 1 to the next value above it."""
+        """Distance from 1 to the next larger value."""
         return 2.0**-self.mantissa_bits
 
     @property
     def largest_power(self) -> float:
-        """Give the largest power of two that is a value of the format."""
+        """Largest power of two in the format."""
         return 2.0 ** (math.frexp(self.largest)[1] - 1)
 
     @property
     def overflow(self) -> float:
-        """Give the midpoint above `largest`, where rounding to nearest leaves the format."""
+        """Midpoint above `largest`: values from here on round beyond the format."""
         return self.largest + self.largest_power * self.epsilon / 2
 
     @property
@@ -95,12 +95,12 @@ class BlockFormat:
 
     @property
     def bits(self) -> float:
-        """Give the bits of one value, its share of the 8-bit block scale included."""
+        """Bits per value, with its share of the 8-bit block scale."""
         return self.element.bits + 8 / self.block
 
     @property
     def bytes(self) -> float:
-        """Give the bytes one stored value takes, its share of the block scale included."""
+        """Bytes per stored value, with its share of the block scale."""
         return self.bits / 8
 
 
@@ -173,7 +173,7 @@ FORMATS: Mapping[str, Format | BlockFormat] = MappingProxyType(
 
 
 def format_named(name: str) -> Format | BlockFormat:
-    """Return the format called `name`, or refuse with the name that was probably meant."""
+    """Return the format called `name`. Raises with a suggestion if there is none."""
     if name in FORMATS:
         return FORMATS[name]
     close = difflib.get_close_matches(name.lower(), FORMATS, n=1)
@@ -182,7 +182,7 @@ def format_named(name: str) -> Format | BlockFormat:
 
 
 def plain_format(name: str) -> Format:
-    """Return a format of single values by its name; a block format is our own mistake."""
+    """Return a format of single values by its name; not for block formats."""
     known = format_named(name)
     assert isinstance(known, Format), f"{name} is a block format"
     return known

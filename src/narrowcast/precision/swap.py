@@ -78,7 +78,7 @@ def swap(module: nn.Module, mixin: type[Mixin], **attributes: Any) -> None:
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Give a module a class, and nobody else."""
+    """Give one module another class."""
     # A wrapper may hand on what is set on it to the module that it wraps: Lightning Fabric's does.
     object.__setattr__(module, "__class__", kind)
 

@@ -161,7 +161,7 @@ class Passes:
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Let compiled models run as they are written, inside the block."""
+    """Run compiled models in eager mode inside the block."""
     # Nothing is compiled where the compiler was never loaded, which takes seconds.
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()

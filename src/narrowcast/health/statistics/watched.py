@@ -84,7 +84,7 @@ class MonitoredModules(Probe):
 
 @contextlib.contextmanager
 def probes_off(model: nn.Module) -> Iterator[None]:
-    """Let eager passes inside the block leave no samples."""
+    """Take no samples from eager passes inside the block."""
     switches = [each.nc_switch for each in model.modules() if isinstance(each, MonitoredModules)]
     before = [switch.on for switch in switches]
     for switch in switches:

@@ -120,7 +120,7 @@ class AdamKernel:
                 self._hyper.tensor[i * HYPER].copy_(group.lr, non_blocking=True)
 
     def has_replayed(self) -> None:
-        """Know no more where the gradients of the last step were: a graph's were elsewhere."""
+        """Forget the addresses of the last gradients: a replayed graph used others."""
         self._gradients.has_replayed()
 
     def make_room(self) -> None:

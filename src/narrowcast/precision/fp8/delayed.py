@@ -88,7 +88,7 @@ class AmaxHistories:
         )
 
     def join(self, module: int, other: int) -> None:
-        """Let the inputs of a module have the scale and the counts of another's."""
+        """Share the input scale and counts of another module."""
         self.reads_by_name[module] = other
         self._reads_by_name[module] = other
 
@@ -117,7 +117,7 @@ class AmaxHistories:
         self._note_decided()
 
     def forget(self, keep: frozenset[int] = frozenset()) -> None:
-        """Let the next matrices decide undecided scales but those at `keep`. Synchronises."""
+        """Let the next matrices set undecided scales, except those at `keep`. Synchronises."""
         stored = torch.tensor(
             [each.data_ptr() in keep for each in self.scale_inv.view(-1).split(1)]
         )

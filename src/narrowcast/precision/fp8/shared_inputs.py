@@ -134,7 +134,7 @@ def _where(inputs: Tensor) -> tuple[int, bool]:
 
 
 def _make_room(saved: dict[int, _Made]) -> None:
-    """Let go of what nobody has taken, and of the oldest that somebody has."""
+    """Drop unused casts and the oldest used one."""
     taken = [key for key, made in saved.items() if made.taken]
     stays = set(taken[-SHARED:])
     for key in [key for key in saved if key not in stays]:

@@ -48,12 +48,12 @@ class Fp8Model:
         return frozenset() if self._histories is None else self._histories.decided
 
     def forget(self, keep: frozenset[int] = frozenset()) -> None:
-        """Let the next matrices decide the scales that no step has, but those at `keep`."""
+        """Let the next matrices set the undecided scales, except those at `keep`."""
         if self._histories is not None:
             self._histories.forget(keep)
 
     def take_over(self, before: "Fp8Model") -> None:
-        """Let modules that had a history before go on from it. Waits for the device."""
+        """Continue the histories of modules that had one. Synchronises with the device."""
         shared = [(h, before._by_name[n]) for n, h in self._by_name.items() if n in before._by_name]
         if self._histories is not None and shared:
             self._histories.take_over(shared)
@@ -148,7 +148,7 @@ class FirstScales:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Know afterwards what was known before the block."""
+        """Restore the state from before the block afterwards."""
         stored = self._checked_at, self._known
         try:
             yield

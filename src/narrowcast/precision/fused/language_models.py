@@ -26,7 +26,7 @@ _here = threading.local()
 
 
 def fuse_loss(module: nn.Module, head: str, *, chunk_rows: int | None) -> None:
-    """Let a causal language model take its loss without logits while it trains."""
+    """Make a causal language model compute its training loss without logits."""
     plain: Any = plain_class(module)
     names = list(inspect.signature(plain.forward).parameters)
     swap(
@@ -181,7 +181,7 @@ _WORDS = (bool, int, float, str)
 
 
 def attend_without_mask(module: nn.Module) -> None:
-    """Let a model make no mask while it trains, wherever its caller gives none."""
+    """Make a model skip its attention mask in training if the caller passes none."""
     library: Any = sys.modules[MASKING]
     _answer(library, PACKED, None, whatever=True)
     for name in _TRACED:
@@ -192,7 +192,7 @@ def attend_without_mask(module: nn.Module) -> None:
 
 
 def attend_as_ever(module: nn.Module) -> None:
-    """Let a model that is not known make its masks, also inside one that need not."""
+    """Keep the masks of an unknown model, also inside a known one."""
     swap(module, Unmasked, nc_arguments=(), nc_may=False)
 
 

@@ -224,7 +224,7 @@ def _check_arguments(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: Lo
 
 
 def _composed(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms) -> Tensor:
-    """Let the module make all logits, and torch the loss: what this whole module stands for."""
+    """Compute all logits and torch's loss: the reference for this module."""
     logits = head(hidden).reshape(-1, head.out_features)  # (rows, columns)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     flat = targets.flatten()

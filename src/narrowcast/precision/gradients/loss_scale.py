@@ -217,7 +217,7 @@ class Scales:
 
     @contextlib.contextmanager
     def set_to(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Let other values be in force inside the block, and what it finds be forgotten."""
+        """Use other scale values inside the block and discard what it finds."""
         before, finite = [value.clone() for value in self.values], dict(self._finite)
         try:
             for scale, value in zip(self.values, values, strict=True):
@@ -337,7 +337,7 @@ def find_parts(model: nn.Module, globs: Sequence[str]) -> dict[str, list[nn.Modu
 def scale_parts(
     parts: Mapping[str, Sequence[nn.Module]], scales: Mapping[str, RunningScale]
 ) -> None:
-    """Let modules multiply the gradients inside them by the scale of their part."""
+    """Make modules multiply their gradients by the scale of their group."""
     for glob, modules in parts.items():
         for module in modules:
             swap(module, OwnLossScale, nc_scale=scales[glob])

@@ -90,7 +90,7 @@ class Again:
         self._noted: Tensor | None = None
 
     def keep_only(self, written: set[int]) -> None:
-        """Let go of what buffers held that no pass writes."""
+        """Drop saved values of buffers that no pass writes."""
         self._before = {i: value for i, value in self._before.items() if i in written}
 
     def __enter__(self) -> None:
@@ -154,7 +154,7 @@ class Recomputed(Transparent):
 
 
 def recompute_blocks(model: nn.Module, plan: MemoryPlan) -> None:
-    """Let the blocks of a plan be computed again, if it says so."""
+    """Checkpoint the blocks of a plan if it requests it."""
     if plan.requested.activation_checkpointing != "none":
         selective = plan.requested.activation_checkpointing == "selective"
         for name in plan.blocks:

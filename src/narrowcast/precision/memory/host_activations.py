@@ -43,7 +43,7 @@ class Offloaded(Transparent):
 
 
 def offload_blocks(model: nn.Module, plan: MemoryPlan) -> None:
-    """Let what the blocks of a plan keep wait on the host, if it says so."""
+    """Offload the saved tensors of the blocks of a plan if it requests it."""
     if plan.offloads_activations:
         shelf = Shelf(next(model.parameters()).device)
         for name in plan.blocks:
@@ -76,7 +76,7 @@ class Shelf:
         return OffloadedStorages(self, others, before=self._last)
 
     def end(self, saved: "OffloadedStorages") -> None:
-        """Let go of what the block before kept: the copies of this one are on their way."""
+        """Drop the tensors of the previous block: the copies of this one are queued."""
         before = None if self._last is None else self._last()
         if before is not None:
             before.let_go()
@@ -168,7 +168,7 @@ class OffloadedStorages:
         self._arriving, self._home = True, computing_on(self._shelf.device)
 
     def _leave(self) -> None:
-        """Let go of the storages on the device; the computation waits for their copies first."""
+        """Free the storages on the device after their copies finish."""
         self._keep_arriving()
         if self._shelf.device.type == "cuda":  # copies of a CPU were done as they were asked for
             self._torn |= self._written_to()

@@ -72,7 +72,7 @@ CPU_CHUNK_ROWS = 1024
 
 
 def fuse_pieces(model: nn.Module, plan: Plan) -> None:
-    """Let the modules of each fused piece compute it as one."""
+    """Make the modules of each fused piece compute it as one."""
     device = torch.device(plan.hardware.device)
     without_masks = any(piece.fused for piece in plan.fused if piece.piece == "mask")
     for piece in plan.fused:
@@ -126,7 +126,7 @@ def rewrite(
 
 
 def rewrite_modules(model: nn.Module, plan: Plan) -> None:
-    """Let every module compute in its formats; leave the weights as they are kept."""
+    """Set the formats of every module; leave the stored weights unchanged."""
     try:
         regions = _give_formats(model, plan)
         _give_histories(model, plan)
@@ -143,7 +143,7 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
 
 
 def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
-    """Let the modules of a plan compute in its formats; return the regions by where they begin."""
+    """Set the formats of the modules of a plan; return the regions by their first module."""
     device_type = torch.device(plan.hardware.device).type
     regions = {"": Region.of(plan)}
     for module_plan in plan.modules:
@@ -173,7 +173,7 @@ def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
 
 
 def _rewrite_linear(module: nn.Module, module_plan: ModulePlan, autocast: str | None) -> None:
-    """Let a linear layer multiply in formats of its own."""
+    """Set the product formats of a linear layer."""
     settings: dict[str, object] = {
         "nc_formats": ProductFormats.of(module_plan.policy),
         "nc_autocast": autocast,
@@ -186,7 +186,7 @@ def _rewrite_linear(module: nn.Module, module_plan: ModulePlan, autocast: str | 
 
 
 def _give_entries(model: nn.Module, regions: Mapping[str, Region]) -> None:
-    """Let every module that computes with weights find its region in force, or enter it."""
+    """Make every module with weights enter its region if it is not active."""
     prepared = PreparedModel(model)
     entries = {name: RegionEntry(region, prepared) for name, region in regions.items()}
     by_hand: set[nn.Module] = set()  # a weight is computed wherever somebody looks at it
@@ -310,7 +310,7 @@ def _format_of_16_bits(module_plan: ModulePlan | None) -> str:
 
 
 def _allow_kernels(model: nn.Module, plan: Plan) -> None:
-    """Let modules take the faster way they have for 16 bits on a GPU."""
+    """Use the faster 16-bit code paths of modules on a GPU."""
     device = torch.device(plan.hardware.device)
     region = Region.of(plan)
     if device.type != "cuda" or unsupported_reason(device) or region.emulated:
@@ -322,7 +322,7 @@ def _allow_kernels(model: nn.Module, plan: Plan) -> None:
 
 
 def _close_fast_paths(model: nn.Module, plan: Plan) -> None:
-    """Let torch's transformers compute in their formats in evaluation too."""
+    """Make torch's transformers use their formats in evaluation too."""
     if any(each.policy.functional != "fp32" for each in plan.modules):
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoderLayer):
@@ -359,7 +359,7 @@ def _cast_weights(
 
 
 def set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Let a weight's gradients have a dtype, unless they have it already."""
+    """Set the dtype of a weight's gradients if it differs."""
     # Once set, torch keeps it whatever the weight's own dtype becomes.
     if parameter.grad_dtype != dtype:
         parameter.grad_dtype = dtype

@@ -147,7 +147,7 @@ def _activation(module: nn.Module | None) -> str:
 
 
 def _real_numbers() -> contextlib.AbstractContextManager[Any]:
-    """Let numbers be numbers though a model is planned where tensors have none."""
+    """Make tensors have values although the model is planned on the meta device."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()

@@ -62,7 +62,7 @@ def active_region() -> str | None:
 
 
 def set_active_region(name: str | None) -> None:
-    """Let a region be in force, or none; whoever does so puts back what was."""
+    """Set the active region, or none; the caller restores the previous one."""
     _here.name = name
     if not torch.compiler.is_compiling():
         _here.cache = None if name is None else {}

@@ -185,7 +185,7 @@ def is_transformed() -> bool:
 
 
 def unseen(method: _Method) -> _Method:
-    """Let what a method calls pass by function modes, each of which would look at every call."""
+    """Run a method without torch function modes, which would intercept every call."""
 
     @functools.wraps(method)
     def run(*args: Any) -> Any:

@@ -114,7 +114,7 @@ def _backward_without_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tf32_products() -> Iterator[None]:
-    """Let fp32 products on NVIDIA GPUs run in tf32 inside the block."""
+    """Run fp32 products on NVIDIA GPUs in tf32 inside the block."""
     switches: list[Any] = [
         torch.backends.cuda.matmul,
         torch.backends.cudnn.conv,  # type: ignore[attr-defined]
@@ -251,7 +251,7 @@ class InRegion(Transparent):
 
     @classmethod
     def nc_namespace(cls, plain: type[nn.Module]) -> dict[str, Any]:
-        """Let every way into the module that is its own enter the region, `encode` as `forward`."""
+        """Make every method of the module that is called from outside enter the region."""
         return {name: _entering(function) for name, function in _ways_in(plain)}
 
 

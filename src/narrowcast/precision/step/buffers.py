@@ -40,7 +40,7 @@ class _Marks:
         return matches | {i for i, each in enumerate(same) if not each}
 
     def take(self, other: "_Marks", places: Iterable[int]) -> None:
-        """Let these be as marked there."""
+        """Restore the marked state."""
         for i in places:
             self.buffers[i], self.versions[i] = other.buffers[i], other.versions[i]
 
@@ -171,7 +171,7 @@ class BufferGuard:
 
     @contextlib.contextmanager
     def passes_again(self) -> Iterator[None]:
-        """Let the block run parts of the step's passes again, as checkpointed ones do backwards."""
+        """Allow parts of the passes to run again, as activation checkpointing does."""
         before = self._marks() if self._left is not None else None
         began_at, self._began_at = self._began_at, -1
         try:

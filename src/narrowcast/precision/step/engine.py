@@ -386,7 +386,7 @@ class Engine:
         return fused, path, scales
 
     def _take(self, plan: Plan, scales: Scales, path: str) -> None:
-        """Let a plan be in force that the weights are kept by already."""
+        """Activate a plan whose weight formats are already in place."""
         self.plan, self.entry = plan, get_entry(self.model)
         self.entry.model.tell(self.buffers)
         self.scales, self.update_path = scales, path

@@ -143,7 +143,7 @@ def optimizer_states(weights: TrainedWeights) -> list[dict[str, Any]]:
 
 
 def load_optimizer_states(weights: TrainedWeights, states: Sequence[Mapping[str, Any]]) -> None:
-    """Give the optimizers saved states, bit for bit."""
+    """Load saved states into the optimizers, bit for bit."""
     for each, state in zip(member_optimizers(weights.optimizer), states, strict=True):
         theirs = {key: state[key] for key in state if key not in ("class", "weights")}
         if weights.fused is not None:

@@ -68,18 +68,18 @@ class Schedules:
                 scheduler.step()
 
     def hold(self) -> None:
-        """Let nobody else step the schedules that move with every applied step."""
+        """Make `step()` of the schedulers raise for everyone else."""
         for scheduler in self._stepped:
             self._hold(scheduler, mover="run.step()")
 
     def release(self) -> None:
-        """Let everybody step them again."""
+        """Allow everyone to step them again."""
         for scheduler, kind in self._held:
             scheduler.__class__ = kind
         self._held.clear()
 
     def step_metric(self, value: float) -> None:
-        """Give the schedules that wait for it a metric."""
+        """Step the schedulers that take a metric."""
         if not self._plateaus:
             raise ConfigError(
                 "scheduler_step() needs a scheduler that takes a metric. Write prepare(…, "
@@ -110,7 +110,7 @@ class Schedules:
             self._moving = False
 
     def _hold(self, scheduler: Any, *, mover: str) -> None:
-        """Let `step()` of a schedule, and of those it is made of, raise outside of own moves."""
+        """Make `step()` of a scheduler and its parts raise outside of our own calls."""
         if any(each is scheduler for each, _ in self._held):
             return
         kind, schedules = type(scheduler), self

@@ -23,7 +23,7 @@ from narrowcast.precision.weights.trained import TrainedWeights
 
 @contextlib.contextmanager
 def swapped_in(engine: Engine, what: StandIn, get_value: ValueOf) -> Iterator[None]:
-    """Let the model have these values inside the block, in the formats of its weights."""
+    """Use these values as weights inside the block, cast to the weight formats."""
     weights = engine.weights
     with (
         engine.fp8.amax_frozen(),
@@ -53,14 +53,14 @@ def _swapped_values(weights: TrainedWeights, get_value: ValueOf) -> Iterator[Non
 
 
 def _let_know(weights: TrainedWeights) -> None:
-    """Let whoever keeps something made from weights, fp8 or autocast, see that they are others."""
+    """Invalidate what fp8 layers and autocast cached from the weights."""
     torch.autograd.graph.increment_version(weights.all)
     torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager
 def plan_tried(engine: Engine, plan: Plan) -> Iterator[None]:
-    """Let modules compute as `plan` says inside the block, with new delayed fp8 scales."""
+    """Run modules by another plan inside the block, with new delayed fp8 scales."""
     modules = list(engine.model.modules())
     before = [(type(module), _ours(module.__dict__)) for module in modules]
     active = engine.plan, engine.entry, engine.fp8

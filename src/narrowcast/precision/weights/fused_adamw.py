@@ -157,7 +157,7 @@ class FusedAdamW:
         return lost
 
     def has_written(self, present: Sequence[int]) -> None:
-        """Let torch know that weights have other values: the kernel writes past it."""
+        """Bump the version counters of weights: the kernel writes without autograd noticing."""
         torch.autograd.graph.increment_version(local_shards([self._weights[i] for i in present]))
 
     @property
@@ -182,7 +182,7 @@ class FusedAdamW:
         self.norms.make_room()
 
     def write_hyper(self) -> None:
-        """Let the next step, or the next replay of a captured one, use the groups' settings."""
+        """Use the current group settings in the next step or replay."""
         _check_settings(self._optimizer)
         groups = [group_hyper(self._optimizer, g) for g in self._optimizer.param_groups]
         self._adam.write_hyper(groups, ahead=self._ahead)

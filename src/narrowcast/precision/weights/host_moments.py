@@ -21,7 +21,7 @@ MOMENTS = ("first", "second", "first_scale", "second_scale")
 
 
 def keep_on_host(state: dict[str, Any], names: Sequence[str]) -> None:
-    """Let the moments of an optimizer's state lie in the host's memory. Waits for the device."""
+    """Move the moments of an optimizer to host memory. Synchronises with the device."""
     for name in names:
         value = state.get(name)
         if isinstance(value, Tensor) and not _is_on_host(value):

@@ -119,7 +119,7 @@ class LookaheadPoint:
                     self._had.setdefault(id(group), had)
 
     def give_back_momentum(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer have the momentum again that it had before."""
+        """Restore the momentum of the optimizer."""
         for group in optimizer.param_groups:
             if id(group) in self._had:
                 set_momentum(group, self._had[id(group)])

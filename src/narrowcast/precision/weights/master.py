@@ -106,7 +106,7 @@ class MasterWeights:
             self._begin(i, value.detach().float())
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer update the master weights in place of the working ones."""
+        """Make the optimizer update the master weights instead of the working weights."""
         if self.kind == "none":
             recast(optimizer, self.parameters)
             return
@@ -173,7 +173,7 @@ class MasterWeights:
         factors: Mapping[nn.Parameter, Tensor],
         stepping: Callable[[], object],
     ) -> None:
-        """Let the optimizer update all its weights, the master weights among them, by `stepping`.
+        """Update all weights of the optimizer, including master weights, by `stepping`.
 
         torch's own optimizers treat each weight by itself, so they get a few at a time, and the
         fp32 copies of all never exist at once.

@@ -290,7 +290,7 @@ class Ownership:
 
     @contextlib.contextmanager
     def swapped_in(self, what: StandIn, get_value: ValueOf) -> Iterator[None]:
-        """Let the working weights hold something else inside the block, which nobody is to read."""
+        """Mark the working weights as swapped inside the block; reading them raises."""
         before, self._stand_in = self._stand_in, (what, get_value)
         try:
             yield
@@ -312,7 +312,7 @@ class Ownership:
             )
 
     def give_back(self) -> None:
-        """Let the optimizer be stepped by hand again."""
+        """Allow `optimizer.step()` again."""
         _TAKEN.discard(self)
         for hook in self._hooks:
             hook.remove()
@@ -354,7 +354,7 @@ def check_not_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 def _hooked(
     optimizers: Iterable[torch.optim.Optimizer], own_step: OwnStepOnly
 ) -> list[RemovableHandle]:
-    """Let optimizers ask before they are stepped; all of them, or none where one takes no hooks."""
+    """Add step hooks to all optimizers, or to none if one does not support them."""
     hooks: list[RemovableHandle] = []
     try:
         for each in optimizers:

@@ -112,7 +112,7 @@ class LeadingStep:
         return share_lost(torch.stack(self._counts).sum(0)) if self._counts else None
 
     def _lead(self, weights: list[Tensor], leads: list[Tensor], before: list[Tensor]) -> None:
-        """Let weights hold y in place of the z that the optimizer left, and their leads follow."""
+        """Replace z, which the optimizer left in the weights, by y, and update the leads."""
         if not weights:
             return
         ahead = self._point.ahead

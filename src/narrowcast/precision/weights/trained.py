@@ -66,7 +66,7 @@ class LoadsInFull(Transparent):
 
 
 def show_in_full(model: nn.Module, weights: Set[nn.Parameter], shown: Full, take: Take) -> None:
-    """Let weights be copied as `shown`, a method, says of them, and loaded by `take`, another."""
+    """Copy weights through the method `shown` and load them through `take`."""
     if weights:
         # What is sent to another process goes by the type, past the weight's own `__reduce_ex__`.
         ForkingPickler.register(nn.Parameter, _sent)
@@ -245,7 +245,7 @@ class TrainedWeights:
         recast(self.optimizer, self.masters.parameters)
 
     def let_go(self) -> None:
-        """Let the optimizer be its owner's again."""
+        """Release the optimizer."""
         _give_back(self._ownership, self._own_writes)
         self._ownership = None
 
@@ -254,7 +254,7 @@ class TrainedWeights:
         self.average = WeightAverage(self.all, self.full, decay=decay)
 
     def look_ahead(self, settings: Lookahead) -> None:
-        """Let the weights be the lookahead point of where the optimizer is, which is here now."""
+        """Set the weights to the lookahead point of the current optimizer position."""
         self.lookahead = LookaheadPoint(self.all, settings)
 
     def _trained(self) -> Set[nn.Parameter]:
@@ -270,7 +270,7 @@ class TrainedWeights:
         return [g for g in map(_GRAD, [self.all[i] for i in present]) if g is not None]
 
     def forget_gradients(self) -> None:
-        """Let go of every gradient."""
+        """Drop every gradient."""
         for p in self.all:
             p.grad = None
 

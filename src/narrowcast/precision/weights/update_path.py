@@ -152,7 +152,7 @@ class OwnWrites:
                     self._taken.append((part, name))
 
     def give_back(self) -> None:
-        """Let the methods be the optimizers' own again."""
+        """Restore the optimizers' own methods."""
         for optimizer, name in self._taken:
             if isinstance(vars(optimizer).get(name), _Writing):
                 del vars(optimizer)[name]

@@ -203,7 +203,7 @@ class HybridRun:
         return choice
 
     def use_eval_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Give the model the weights that were selected last inside the block."""
+        """Use the weights that were selected last inside the block."""
         return self.readouts.swapped_in()
 
     def eval_state_dict(self) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ class PhaseCourse:
         return [*records, *changes]
 
     def after_step(self, outcome: Outcome) -> None:
-        """Let predictions see the weights; does not wait for the device."""
+        """Record the weights for predictions. Does not synchronise."""
         if self._jumps is not None:
             self._jumps.after_step(outcome)
 

@@ -156,7 +156,7 @@ class Readouts:
         return Choice(name=self.chosen, scores=scores, batches=raced.batches), raced
 
     def swapped_in(self, name: str | None = None) -> contextlib.AbstractContextManager[None]:
-        """Give the model a candidate inside the block, by default the selected one."""
+        """Use the weights of a candidate inside the block, by default the selected one."""
         name = self._known(name)
         if name == TRAINED:
             return self._prepared.use_eval_weights()
