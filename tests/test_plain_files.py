@@ -140,7 +140,8 @@ def test_a_system_without_pipes_and_their_flags_reads_recipes_and_texts(tmp_path
     (tmp_path / "a.yaml").write_text("workload: lm\nsteps: 1\nbatch_size: 1\n")
     (tmp_path / "a.txt").write_text("some words to train on\n" * 200)
     ended = subprocess.run(
-        [sys.executable, "-c", BARE, "train", "a.yaml", "data.text=a.txt", "data.length=16"],
+        [sys.executable, "-c", BARE, "train", "a.yaml", "data.text=a.txt", "data.length=16",
+         "model.layers=1", "model.width=16", "data.eval_windows=2", "health.every=0"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -64,34 +64,20 @@ def test_an_error_of_the_users_builder_is_reported_once(narrowcast, own):
     assert ended.err.count("starting") == 1
 
 
-def test_a_bench_that_is_ended_keeps_its_rows_and_says_what_is_left(start, own):
-    written = own / "rows.json"
-    words = ["--mine", "own_model:build", "--ways", "amp", "ours", "--modes", "eager"]
-    bench = start("bench", "models", *words, "--json", written)
-    assert any(" ms, first step " in line for line in bench.stderr)
-    bench.send_signal(signal.SIGTERM)
-    table, error = bench.communicate(timeout=60)
-    assert bench.returncode == 130, error
-    assert "left out, 3 rows" in table
-    found = json.loads(written.read_text())
-    assert found["interrupted"]
-    assert [row["way"] for row in found["rows"]] == ["AMP"]
-
-
 def test_a_group_that_is_ended_ends_all_its_processes_and_keeps_its_rows(start, own):
     written = own / "rows.json"
     words = ["--mine", "own_model:build", "--ways", "amp", "ours", "--modes", "eager"]
-    bench = start("bench", "models", *words, "--together", 3, "--json", written)
+    bench = start("bench", "models", *words, "--together", 2, "--json", written)
     assert any(" ms, first step " in line for line in bench.stderr)
     bench.send_signal(signal.SIGTERM)
     table, error = bench.communicate(timeout=60)
     assert bench.returncode == 130, error
     found = json.loads(written.read_text())
     assert found["interrupted"]
-    assert 1 <= len(found["rows"]) <= 3  # others of the group may have been timed by then
+    assert 1 <= len(found["rows"]) <= 2  # others of the group may have been timed by then
     assert f"left out, {4 - len(found['rows'])} rows" in table
     built = [int(path.stem) for path in own.glob("*.process")]
-    assert len(built) >= 3
+    assert len(built) >= 2
     for number in built:
         with pytest.raises(ProcessLookupError):
             os.kill(number, 0)

@@ -130,12 +130,12 @@ def test_ten_thousand_shards_and_two_hundred_exceptions_are_a_recipe(narrowcast,
     assert narrowcast("plan", large).code == 0
 
 
-def test_sixty_thousand_keys_that_no_recipe_has_are_answered_in_seconds(narrowcast, tmp_path):
+def test_twenty_thousand_unknown_keys_are_reported_in_seconds(narrowcast, tmp_path):
     file = tmp_path / "a.yaml"
-    file.write_text("workload: lm\n" + "".join(f"key{i}: {i}\n" for i in range(60_000)))
+    file.write_text("workload: lm\n" + "".join(f"key{i}: {i}\n" for i in range(20_000)))
     began = time.monotonic()
-    assert "60002 problems in the recipe" in narrowcast("plan", file).err
-    assert time.monotonic() - began < 60  # eight on a machine that does nothing else
+    assert "20002 problems in the recipe" in narrowcast("plan", file).err
+    assert time.monotonic() - began < 60  # three on an idle machine
 
 
 def test_a_number_in_the_place_of_a_word_is_shown_as_it_is_written(narrowcast):
