@@ -268,12 +268,12 @@ def test_finish_draws_one_bar_in_a_notebook(tiny, monkeypatch):
     assert "loss" in pages[-1]
 
 
-@pytest.mark.parametrize(("tty", "begins"), [(True, "\r\x1b[K━"), (False, "step 1/3  loss")])
+@pytest.mark.parametrize(("tty", "begins"), [(True, "\r\x1b[K━"), (False, "step 1/3  mean loss")])
 def test_finish_shows_progress_on_stderr(tty, begins, tiny, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: tty)
     nc.train(tiny, ["steps=3"]).finish(progress=True)
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(begins)
-    assert "3/3  loss" in err
+    assert "3/3  mean loss" in err
     assert err.endswith("\n")
