@@ -132,7 +132,7 @@ def test_the_report_of_a_real_run_can_be_read_and_names_the_layer(sight, scheme)
     found = sight.open((sight.folder / "report.html").as_uri(), scheme=scheme)
     assert_readable(found, scheme=scheme, width=WIDTH)
     assert sight.driver.get_log("browser") == []
-    told = sight.see("document.querySelector('.told').textContent")
+    told = sight.see("document.querySelector('.notices').textContent")
     assert "Overflow in blocks.2.mlp.down (input) at step" in told
     assert "blocks.2.mlp.down went from fp16 to bf16 at step" in told
     worst = sight.see("document.querySelector('.sortable tbody tr').textContent")
