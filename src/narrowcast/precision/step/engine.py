@@ -177,7 +177,9 @@ class Engine:
         emulate: bool | None,
     ) -> None:
         self.model, self.optimizer, self.schedules = model, optimizer, schedules
-        self._clip_norm, self._meter_every, self.emulate = clip_norm, lost_updates_every, emulate
+        self._meter_every, self.emulate = lost_updates_every, emulate
+        self.clip_norm = clip_norm
+        """Largest total norm of the gradients; another trainer's loop may set it per step."""
         self.weights = TrainedWeights(model, optimizer)
         # What a step packs where there is nothing to tell.
         self._zero, self._one = torch.tensor([0.0, 1.0], device=self.weights.device).unbind()
@@ -298,7 +300,7 @@ class Engine:
         if on_device or bool(checked.finite):
             lost = self.weights.update(
                 present,
-                factor=clip_and_unscale(checked, inv_scale, clip_norm=self._clip_norm),
+                factor=clip_and_unscale(checked, inv_scale, clip_norm=self.clip_norm),
                 finite=checked.finite if on_device else None,
                 metered=metered,
             )

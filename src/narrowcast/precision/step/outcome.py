@@ -83,6 +83,16 @@ class Outcome:
         return self._packed[0] != 0
 
     @property
+    def known(self) -> bool:
+        """Whether the numbers are on the host, so that reading them does not wait."""
+        return self._arrived is not None
+
+    @property
+    def grad_norm_on_device(self) -> Tensor:
+        """Total norm before clipping, as a device tensor. Read it before the next step."""
+        return self._packed[1]
+
+    @property
     def applied(self) -> bool:
         """Whether the weights changed; False for a skipped step."""
         return bool(self._numbers.finite)
