@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.config.workload import Workload as Workload
     from narrowcast.hardware import Hardware as Hardware
     from narrowcast.hardware import detect_hardware as detect_hardware
+    from narrowcast.health.audit import Audit as Audit
+    from narrowcast.health.audit import audit as audit
     from narrowcast.health.diagnose.diagnosis import Diagnosis as Diagnosis
     from narrowcast.health.diagnose.explain import explain as explain
     from narrowcast.health.monitor import monitor as monitor
@@ -55,6 +57,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Audit": "health.audit",
     "PRESETS": "precision.plan.policy",
     "Hardware": "hardware",
     "EvalBatches": "training.task",
@@ -80,6 +83,7 @@ _HOMES = {
     "Diagnosis": "health.diagnose.diagnosis",
     "Workload": "config.workload",
     "apply_task": "precision.plan.tasks",
+    "audit": "health.audit",
     "fingerprint": "training.checkpoints.data_identity",
     "explain": "health.diagnose.explain",
     "hybrid": "strategies.hybrid.loop",

@@ -186,6 +186,7 @@ class TrainedWeights:
             self._model, self.optimizer, self.all, self.names, held=self.held
         )
         self._own_writes = OwnWrites(self.optimizer, self.masters, self._ownership)
+        _APPLIED.add(self)
 
     def check_plan(self, plan: Plan, *, fused: bool, path: str) -> None:
         """Raise if these weights cannot be stored as planned; change nothing."""
@@ -246,6 +247,7 @@ class TrainedWeights:
 
     def let_go(self) -> None:
         """Release the optimizer."""
+        _APPLIED.discard(self)
         _give_back(self._ownership, self._own_writes)
         self._ownership = None
 
@@ -381,6 +383,16 @@ class TrainedWeights:
         wide = value.dtype in (torch.float32, torch.float64)
         if wide and value.shape == weight.shape and as_sharded(weight) is None:
             self.masters.take(self._master_index[weight], value)
+
+
+_APPLIED: "weakref.WeakSet[TrainedWeights]" = weakref.WeakSet()
+"""The weights of all runs that are prepared now."""
+
+
+def weights_trained_by(optimizers: Iterable[object]) -> TrainedWeights | None:
+    """Return the weights of the prepared run that one of these optimizers belongs to."""
+    own = {id(each) for each in optimizers}
+    return next((w for w in list(_APPLIED) if own & {id(o) for o in w.held}), None)
 
 
 def _give_back(*taken: Ownership | OwnWrites | None) -> None:
