@@ -7,18 +7,21 @@ order. Nothing here waits for the device unless the host trainer reads a number.
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.hooks import RemovableHandle
 
-from narrowcast.errors import ConfigError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.health.monitor import Monitor, monitor
 from narrowcast.integrations.finding_text import sentence
 from narrowcast.precision.plan.policy import AnyPolicy, Policy, policy_from, suggestion
+from narrowcast.precision.step.checks import check_loss, explaining_dtypes
+from narrowcast.precision.step.engine import add_gradients, look_at_gradients
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared, prepare
 
@@ -87,7 +90,10 @@ class HostedRun:
         self._unread: list[Outcome] = []
         self.outcome: Outcome | None = None
         """The outcome of the last step."""
+        self.known_outcome: Outcome | None = None
+        """The newest outcome that can be read without waiting for the device."""
         self.findings_count = 0
+        self._full_weights_hook: RemovableHandle | None = None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context manager for forward passes and losses."""
@@ -105,23 +111,59 @@ class HostedRun:
         engine = self.run.engine
         engine.clip_norm = self._own_clip_norm if max_norm is None else float(max_norm)
 
-    def unscale(self) -> None:
-        """Divide the loss scale out of the gradients, so that the host may read or edit them."""
-        if self.run.engine.weights.with_gradients():
-            self.run.unscale()
+    def unscale(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Divide the loss scale out of the gradients, so that the host may read or edit them.
 
-    def step(self) -> Outcome:
-        """Update the weights, or skip the step. Schedulers move for steps that are known by now."""
+        With `optimizer`, only out of those of its weights.
+        """
+        if self.has_gradients(optimizer):
+            with self._other_gradients_aside(optimizer):
+                self.run.unscale()
+
+    def has_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
+        """Whether a weight has a gradient; with `optimizer`, one of its weights."""
+        return any(p.grad is not None for p in self.weights(optimizer))
+
+    def weights(self, optimizer: torch.optim.Optimizer | None = None) -> list[nn.Parameter]:
+        """Return the weights of the model that an optimizer updates; all of them without one."""
+        weights = self.run.engine.weights
+        return weights.all if optimizer is None else weights.held[optimizer]
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """Return the total norm of the unscaled gradients, on the device. Does not wait for it."""
+        engine = self.run.engine
+        present = engine.weights.with_gradients()
+        if not present:
+            return torch.zeros((), device=engine.weights.device)
+        checked, _ = look_at_gradients(present, engine.scales, engine.weights)
+        if engine.weights.fused is not None:
+            engine.weights.fused.norms.taken_places()  # gradients may move before the step
+        return checked.norm
+
+    def step(self, optimizer: torch.optim.Optimizer | None = None) -> Outcome:
+        """Update the weights, or skip the step. Schedulers move for steps that are known by now.
+
+        With `optimizer`, only its weights are updated. Gradients of others stay, under the loss
+        scale of the next step.
+        """
+        if self._is_one_of_several(optimizer) and (self.run.has_ema or self.run.has_lookahead):
+            raise UnsupportedError(
+                "ema_decay and lookahead need one step of all optimizers, but these optimizers "
+                "step one at a time. Leave them out, and average the weights with a callback."
+            )
         self.sync_schedulers()
         if self._monitor is not None:
             self._report(self._monitor.step(self.run.steps_attempted + 1))
         try:
-            self.outcome = self.run.step()
+            with self._other_gradients_aside(optimizer):
+                self.outcome = self.run.step()
         finally:
             self.run.engine.clip_norm = self._own_clip_norm
         self._unread.append(self.outcome)
         for each in self._schedulers:
-            each.outcomes.append(self.outcome)
+            if not self._is_one_of_several(optimizer) or each.follows(optimizer):
+                each.outcomes.append(self.outcome)
         if self.run.engine.weights.device.type == "cpu":
             self.sync_schedulers()
         self._follow_schedule()
@@ -131,6 +173,8 @@ class HostedRun:
         """Make `scheduler.step()`, which the host calls, move it only for applied steps."""
         if isinstance(scheduler, ReduceLROnPlateau):  # moved by a metric, not by steps
             return
+        if any(each.scheduler is scheduler for each in self._schedulers):
+            return
         self._schedulers.append(_HeldScheduler(scheduler, sync=self.sync_schedulers))
 
     def sync_schedulers(self) -> None:
@@ -138,6 +182,7 @@ class HostedRun:
         self.run.sync()
         unread, self._unread = self._unread, []
         for outcome in unread:
+            self.known_outcome = outcome
             if not outcome.applied:
                 log.warning("step %d was skipped: %s", outcome.step, outcome.skip_reason)
         self._report(self.run.findings())
@@ -155,6 +200,15 @@ class HostedRun:
             numbers["lost_updates"] = stats.lost_updates
         return numbers
 
+    def save_full_weights(self) -> None:
+        """Make `model.state_dict()` return fp32 master weights instead of 16-bit weights.
+
+        Whatever the host or a callback saves then loads into the plain model without a loss.
+        """
+        self._full_weights_hook = self.run.model.register_state_dict_post_hook(
+            _FullWeights(self.run)
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values, which `torch.load(weights_only=True)` reads."""
         self.sync_schedulers()
@@ -170,6 +224,8 @@ class HostedRun:
     def release(self) -> nn.Module:
         """Return the plain fp32 model; schedulers belong to the host again."""
         self.sync_schedulers()
+        if self._full_weights_hook is not None:
+            self._full_weights_hook.remove()
         for each in self._schedulers:
             each.release()
         self._schedulers.clear()
@@ -177,6 +233,28 @@ class HostedRun:
             self._report(self._monitor.close())
             self._monitor = None
         return self.run.release()
+
+    def _is_one_of_several(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        return optimizer is not None and len(self.run.optimizers) > 1
+
+    @contextlib.contextmanager
+    def _other_gradients_aside(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+        """Leave only the gradients of one optimizer's weights inside the block."""
+        if not self._is_one_of_several(optimizer):
+            yield
+            return
+        engine, own = self.run.engine, set(self.weights(optimizer))
+        others = [i for i in engine.weights.with_gradients() if engine.weights.all[i] not in own]
+        before = engine.scales.inv_scale(others) if others else None
+
+        @torch.no_grad()
+        def rescale() -> None:
+            after = engine.scales.inv_scale(others)
+            if before is not None and after is not None:  # powers of two, so this is exact
+                engine.weights.multiply_gradients(others, before / after)
+
+        with engine.weights.ownership.gradients.set_aside(others, rescale=rescale):
+            yield
 
     def _begin_monitor(self, policy: AnyPolicy) -> Monitor | None:
         if not self.settings.health_every:
@@ -201,6 +279,30 @@ class HostedRun:
         for finding in findings:
             self.findings_count += 1
             log.warning("%s", sentence(finding))
+
+
+@final
+class _FullWeights:
+    """A hook of `state_dict()` that replaces 16-bit weights by fp32; without effect in a copy."""
+
+    def __init__(self, run: Prepared | None = None) -> None:
+        self._run = run
+
+    def __reduce__(self) -> Any:
+        """Be copied without the run: a copy of the model has fp32 weights."""
+        return _FullWeights, ()
+
+    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Widen the weights in `state`, except parameters of a `keep_vars` call."""
+        if self._run is None:
+            return
+        weights = self._run.engine.weights
+        get_value, trained = weights.ownership.stand_in or weights.full, set(weights.all)
+        for name, p in model.named_parameters(remove_duplicate=False):
+            value: Any = state.get(prefix + name)
+            is_copy = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            if is_copy and p in trained and value.dtype != torch.float32:
+                state[prefix + name] = get_value(p).detach()
 
 
 @final
@@ -235,6 +337,10 @@ class _HeldScheduler:
         own |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         scheduler.__class__ = type(kind.__name__, (kind,), own)
 
+    def follows(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Whether it sets the learning rate of this optimizer."""
+        return getattr(self.scheduler, "optimizer", optimizer) is optimizer
+
     def catch_up(self) -> None:
         """Make the moves whose steps are known."""
         while self._calls:
@@ -247,6 +353,80 @@ class _HeldScheduler:
 
     def release(self) -> None:
         self.scheduler.__class__ = self._kind
+
+
+def backward_through(
+    runs: Sequence[HostedRun], loss: Tensor, *, retain_graph: bool = False
+) -> None:
+    """Add the gradients of a loss to every run whose weights it reaches.
+
+    Each run has its own loss scale. A loss that reaches several is scaled by the smallest of their
+    scales, and the gradients of each run are then multiplied up to its own, which is exact.
+    """
+    check_loss(loss)
+    reached = runs if len(runs) == 1 else _reached(loss, runs)
+    if len(reached) <= 1:
+        (reached or runs)[0].backward(loss, retain_graph=retain_graph)
+        return
+    engines = [each.run.engine for each in reached]
+    if any(engine.scales.per_loss or engine.scales.parts for engine in engines):
+        raise UnsupportedError(
+            f"A loss that reaches {len(engines)} prepared models needs one loss scale per model, "
+            "got several. Leave out scale_groups and named loss scales."
+        )
+    scales = [
+        engine.scales.value if engine.scales.value is not None else torch.ones_like(loss.float())
+        for engine in engines
+    ]
+    smallest = torch.stack([scale.reshape(()) for scale in scales]).amin()
+    earlier: list[list[Tensor | None]] = []
+    with contextlib.ExitStack() as stack:
+        for engine in engines:
+            engine.weights.ownership.gradients.before_backward(
+                scaled=engine.scales.value is not None
+            )
+            earlier.append([p.grad for p in engine.weights.all])
+            engine.weights.forget_gradients()
+            stack.enter_context(explaining_dtypes(engine.model))
+            stack.enter_context(engine.buffers.passes_again())
+        first = engines[0]
+        add_gradients(
+            loss.float() * (smallest / scales[0]),
+            name="loss",
+            retain_graph=retain_graph,
+            scales=first.scales,
+            weights=first.weights,
+            entry=first.entry,
+        )
+    for engine, scale, before in zip(engines, scales, earlier, strict=True):
+        with torch.no_grad():
+            fresh = [p.grad for p in engine.weights.all if p.grad is not None]
+            if fresh:
+                torch._foreach_mul_(fresh, scale / smallest)
+            for p, grad in zip(engine.weights.all, before, strict=True):
+                if grad is not None:
+                    p.grad = grad if p.grad is None else p.grad.add_(grad)
+        engine.weights.ownership.gradients.after_backward(scaled=engine.scales.value is not None)
+
+
+def _reached(loss: Tensor, runs: Sequence[HostedRun]) -> list[HostedRun]:
+    """Return the runs whose weights a loss depends on, by its graph."""
+    owners = {id(p): i for i, run in enumerate(runs) for p in run.run.engine.weights.all}
+    reached: set[int] = set()
+    seen: set[Any] = set()
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith("CheckpointFunction"):
+            return list(runs)  # reentrant checkpointing hides the weights that it uses
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in owners:
+            reached.add(owners[id(variable)])
+        nodes.extend(following for following, _ in node.next_functions)
+    return [runs[i] for i in sorted(reached)]
 
 
 def widen_trained(model: nn.Module) -> int:

@@ -126,6 +126,32 @@ class GradientWatch:
             self._are_ours, self._cleared, self.unscaled, self._marks = known
             self._cleared_weights = cleared
 
+    @contextlib.contextmanager
+    def set_aside(self, places: Sequence[int], *, rescale: Callable[[], None]) -> Iterator[None]:
+        """Take the gradients in these places away for a step of the others.
+
+        `rescale` gives them the loss scale that applies after the block. Those that were the run's
+        own stay so.
+        """
+        (known, counts), are_ours = self._marks, self._are_ours
+        stored = [(i, self._weights[i].grad) for i in places]
+        own = [i for i, g in stored if g is known[i] and g is not None and g._version == counts[i]]
+        for i, _ in stored:
+            self._weights[i].grad = None
+        try:
+            yield
+        finally:
+            for i, gradient in stored:
+                self._weights[i].grad = gradient
+            if stored and are_ours:
+                rescale()
+                self._are_ours = True
+                marks, versions = self._marks
+                for i in own:
+                    gradient = self._weights[i].grad
+                    assert gradient is not None
+                    marks[i], versions[i] = gradient, gradient._version
+
     def _first_foreign(self) -> str:
         """Return the name of a weight with a foreign gradient that is not zero, if any.
 
