@@ -447,15 +447,122 @@ def test_products_of_a_checkpointed_block_belong_to_it_in_both_passes():
     assert {row.module for row in audit.rows} == {"block.0", "block.1", "block.3"}
 
 
-def test_compiled_model_says_what_was_not_seen():
+def test_compiled_model_is_named_and_its_products_are_seen_or_reported():
     model = mlp()
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = adamw(model)
     step = plain_step(compiled, optimizer)
     step()  # compiles
     audit = nc.audit(compiled, optimizer, step)
-    seen = any("fp32" in row.forward for row in audit.rows)
+    assert audit.compiled == ("",)
+    assert "eager mode" in str(audit)
+    seen = all(audit.row(f"_orig_mod.{name}").forward == ("fp32",) for name in "03")
     assert seen or "products not seen" in kinds(audit)
+
+
+def test_two_optimizers_of_a_gan_are_audited_together_or_one_at_a_time():
+    generator, critic = mlp(), nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 1))
+    both = nn.ModuleDict({"generator": generator, "critic": critic})
+    optimizers = [adamw(generator), adamw(critic)]
+    x, _ = data()
+
+    def step():
+        fake = generator(x)
+        for inputs, sign, optimizer in (
+            (fake.detach(), 1, optimizers[1]),
+            (fake, -1, optimizers[0]),
+        ):
+            optimizer.zero_grad()
+            F.softplus(sign * critic(inputs)).mean().backward()
+            optimizer.step()
+
+    assert nc.audit(both, optimizers, step).findings == ()
+    alone = nc.audit(generator, optimizers[0], step)
+    assert alone.findings == ()
+    assert alone.bytes["gradients"] == alone.bytes["weights"]
+    assert alone.rows[-1].module == "(outside the model)"
+
+
+def test_llama_under_fp16_autocast_with_a_grad_scaler_has_no_findings():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    ids = torch.randint(0, 64, (2, 16))
+
+    def step():
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(input_ids=ids, labels=ids).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    audit = nc.audit(model, optimizer, step)
+    assert audit.findings == ()
+    attention = audit.row("model.layers.2.self_attn")
+    assert attention.forward == attention.backward == ("fp16",)
+    assert "model.layers.{0–2}.self_attn.q_proj ×3" in str(audit)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_recurrent_layers_are_seen(prepared):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(16, 16, batch_first=True)
+            self.cell, self.head = nn.GRUCell(16, 16), nn.Linear(16, 10)
+
+        def forward(self, x):
+            return self.head(self.cell(self.lstm(x[:, None])[0][:, -1]))
+
+    torch.manual_seed(0)
+    model, (x, y) = Recurrent(), data()
+    optimizer = adamw(model)
+    run = nc.prepare(model, optimizer, policy="bf16") if prepared else None
+
+    def prepared_step():
+        with run.autocast():
+            loss = F.cross_entropy(model(x), y)
+        run.step(loss)
+
+    plain = plain_step(model, optimizer, autocast=torch.bfloat16)
+    audit = nc.audit(model, optimizer, prepared_step if prepared else plain)
+    name = "bf16 emulated" if prepared else "bf16"
+    assert [audit.row(each).forward for each in ("lstm", "cell", "head")] == [(name,)] * 3
+    assert audit.findings == ()
+
+
+def test_closure_of_an_optimizer_is_seen_and_products_of_its_update_are_not():
+    model = nn.Linear(16, 16, bias=False)
+    x, _ = data()
+    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        lbfgs.zero_grad()
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        return loss
+
+    assert nc.audit(model, lbfgs, lambda: lbfgs.step(closure)).row("").forward == ("fp32",)
+    muon = torch.optim.Muon(model.parameters(), lr=1e-2)  # multiplies bf16 matrices in its step
+    audit = audited(model, lambda: model(x).square().mean(), optimizer=muon)
+    assert audit.flop_shares == {"fp32": 1.0}
+
+
+def test_sparse_and_nested_tensors_are_audited():
+    model = nn.EmbeddingBag(20, 16, sparse=True)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    audit = audited(model, lambda: model(torch.arange(8)[None]).sum(), optimizer=sgd)
+    assert audit.findings == ()
+    assert audit.row("").gradient == ("fp32",)
+    linear = nn.Linear(16, 4)
+    rows = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=torch.jagged)
+    audit = audited(linear, lambda: linear(rows).values().square().mean())
+    assert audit.row("").forward == audit.row("").backward == ("fp32",)
 
 
 def test_alike_rows_are_folded_and_text_is_escaped_for_notebooks():

@@ -112,6 +112,8 @@ class Audit:
     """Size of the weights, gradients, masters and moments."""
     upcast_bytes: Mapping[str, int]
     """Size of the activations that each module cast from 16 bits to fp32."""
+    compiled: tuple[str, ...] = ()
+    """Compiled modules. torch runs them in eager mode while they are observed."""
 
     def __repr__(self) -> str:
         """Return a table with one line per group of similar modules, and the findings."""
@@ -162,6 +164,7 @@ class Audit:
             "flop_shares": dict(self.flop_shares),
             "bytes": dict(self.bytes),
             "upcast_bytes": dict(self.upcast_bytes),
+            "compiled": list(self.compiled),
         }
 
     @property
@@ -173,10 +176,11 @@ class Audit:
     def _notes(self) -> list[tuple[str, str]]:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in self.flop_shares.items())
         sizes = ", ".join(f"{role} {_size_text(size)}" for role, size in self.bytes.items())
-        count = len(self.findings)
+        count, eager = len(self.findings), ", ".join(each or "the model" for each in self.compiled)
         return [
             ("FLOPs", shares or "no product was seen"),
             ("memory", sizes),
+            *([("compiled", f"{eager}; products seen here ran in eager mode")] if eager else []),
             ("findings", str(count) if count else "none"),
         ]
 
@@ -235,6 +239,7 @@ def audit(
         flop_shares=_flop_shares(seen),
         bytes=setup.bytes(seen),
         upcast_bytes={name: each.bytes for name, each in seen.upcasts.items()},
+        compiled=tuple(setup.compiled),
     )
 
 
@@ -425,7 +430,7 @@ class _TrainingSetup:
             masters = self.prepared.masters.bytes()
         else:
             masters = sum(_bytes(m) for m, _ in self.masters.values() if m is not None)
-        graded = [(p, g.dtype) for p, g in seen.gradients.items() if p not in self.stand_ins]
+        graded = [(p, seen.gradients[p].dtype) for p in self.weights if p in seen.gradients]
         return {
             "weights": sum(map(_bytes, self.names)),
             "gradients": sum(p.numel() * dtype.itemsize for p, dtype in graded),
@@ -669,8 +674,12 @@ class _Rules:
         modules = dict(self._setup.model.named_modules())
         parts = name.split(".")
         around = [modules.get(".".join(parts[:n])) for n in range(1, len(parts) + 1)]
-        declared = any(getattr(module, "runs_in_fp32", False) for module in around)
-        return declared or self._setup.planned.requested(name) == shown
+        if any(getattr(module, "runs_in_fp32", False) for module in around):
+            return True
+        requested = self._setup.planned.requested(name)
+        # Emulated recurrent layers round what goes in and out, not the sums over time in them.
+        recurrent = modules.get(name) is not None and module_kind(modules[name]) == "recurrent"
+        return requested == shown or (requested is not None and recurrent)
 
     def _loss_scale(self) -> Iterator[AuditFinding]:
         seen = self._seen
@@ -739,8 +748,8 @@ class _Rules:
     def _unseen(self) -> Iterator[AuditFinding]:
         rows = list(self._setup.rows(self._seen))
         unseen = [row.module for row in rows if row.forward == (NOT_SEEN,)]
-        products = any(each.flops for each in self._seen.products.values())
-        if unseen or not products:
+        multiplying = any(row.kind in _MULTIPLYING for row in rows)
+        if unseen or (multiplying and not self._seen.products):
             cause = "compiled code" if self._setup.compiled else "CUDA graphs or custom kernels"
             yield AuditFinding(
                 kind="products not seen",

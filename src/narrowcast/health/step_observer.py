@@ -17,6 +17,7 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -49,7 +50,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 _OPERANDS = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "linear", "_int_mm"), (0, 1)),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "linear", "matmul", "_int_mm"), (0, 1)),
     **dict.fromkeys(("_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), (0, 1)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), (1, 2)),
     **dict.fromkeys(("convolution", "_convolution", "convolution_overrideable"), (0, 1)),
@@ -287,6 +288,8 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(t, FakeTensor) for t in types):
+            return func(*args, **kwargs)  # only shapes are computed
         if any(t not in (Tensor, nn.Parameter) for t in types):
             return NotImplemented  # a subclass: it dispatches what it is made of, which is seen
         output = func(*args, **kwargs)
@@ -376,9 +379,10 @@ class _Gradients:
 
     def _read(self, weight: nn.Parameter) -> None:
         grad = weight.grad
-        if grad is None or grad.layout != torch.strided:
+        if grad is None:
             return
-        nonzero = (local_part(grad.detach()) != 0).cpu()
+        whole = grad.to_dense() if grad.layout != torch.strided else grad
+        nonzero = (local_part(whole.detach()) != 0).cpu()
         before = self._seen.gradients.get(weight)
         passes = max(self._passes[weight], 0 if before is None else before.passes)
         self._seen.gradients[weight] = GradientSeen(grad.dtype, nonzero, passes)
