@@ -1,5 +1,10 @@
 """Every feature is written twice, with the plug-in and as a plain loop; both must agree exactly."""
 
+import copy
+import csv
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import narrowcast as nc
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs lightning")
+from lightning.fabric import Fabric  # noqa: E402
+
+from narrowcast.errors import ConfigError, UnsupportedError  # noqa: E402
 from narrowcast.integrations.lightning import NarrowcastPrecision  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
@@ -98,7 +106,7 @@ def plain_loop(policy, loader, *, accumulate=1, epochs=1, edit=None, decay=0.5, 
 
 
 def assert_same_weights(one, other):
-    one, other = one.state_dict(), other.state_dict()
+    one, other = (m.state_dict() if isinstance(m, nn.Module) else m for m in (one, other))
     assert one.keys() == other.keys()
     for name in one:
         assert one[name].dtype == other[name].dtype == torch.float32
@@ -242,3 +250,232 @@ def test_optimizers_of_manual_optimization_update_only_their_own_weights(policy,
     assert trainer.global_step == 2 * BATCHES
     for one, other in zip(trainer.optimizers, optimizers, strict=True):
         assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("saved", ["inside fit", "after fit"])
+def test_resuming_from_a_checkpoint_is_bit_exact(policy, saved, loader, tmp_path):
+    path, settings = tmp_path / "half.ckpt", {"ema_decay": 0.9} if saved == "inside fit" else {}
+    whole, plugin = make_module(), NarrowcastPrecision(policy, **settings)
+    make_trainer(plugin, max_epochs=2).fit(whole, loader)
+    first = make_trainer(NarrowcastPrecision(policy, **settings), max_epochs=1)
+    module = make_module()
+    if saved == "inside fit":
+        module.on_train_epoch_end = lambda: first.save_checkpoint(path)
+    first.fit(module, loader)
+    if saved == "after fit":
+        first.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    assert {t.dtype for t in checkpoint["state_dict"].values()} == {torch.float32}
+    assert_same_weights(module, checkpoint["state_dict"])
+    resumed, again = make_module(), NarrowcastPrecision(policy, **settings)
+    trainer = make_trainer(again, max_epochs=2)
+    trainer.fit(resumed, loader, ckpt_path=path)
+    assert_same_weights(resumed, whole)
+    assert again.stats == plugin.stats
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 1e-2 * 0.5 ** (2 * BATCHES - 2)
+    if settings:
+        assert_same_weights(plugin.ema_state_dict(), again.ema_state_dict())
+
+
+def test_a_checkpoint_of_plain_lightning_can_be_continued(clean, tmp_path):
+    path, module = tmp_path / "plain.ckpt", make_module()
+    trainer = make_trainer(pl.plugins.precision.Precision())
+    trainer.fit(module, clean)
+    trainer.save_checkpoint(path)
+    plugin, resumed = NarrowcastPrecision("fp32"), make_module()
+    make_trainer(plugin, max_epochs=2).fit(resumed, clean, ckpt_path=path)
+    assert_same_weights(resumed, plain_loop("fp32", clean, epochs=2)[0])
+    assert plugin.stats.steps == BATCHES
+
+
+def test_a_checkpoint_written_by_model_checkpoint_loads_into_a_plain_module(clean, tmp_path):
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, save_weights_only=True, filename="weights")
+    module, plugin = make_module(), NarrowcastPrecision(POLICIES[2])
+    make_trainer(plugin, callbacks=[saver], enable_checkpointing=True).fit(module, clean)
+    saved = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
+    assert_same_weights(saved, module)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_plugin_is_copied_as_its_settings(copied, clean):
+    plugin = NarrowcastPrecision("fp16", schedule={3: "bf16"}, clip_norm=0.5)
+    module, other = make_module(), make_module()
+    make_trainer(plugin).fit(module, clean)
+    twin = copied(plugin)
+    assert twin.settings == plugin.settings
+    make_trainer(twin).fit(other, clean)
+    assert_same_weights(module, other)
+
+
+def test_one_plugin_serves_fit_validate_predict_and_another_fit(clean):
+    plugin, module = NarrowcastPrecision(POLICIES[2]), make_module()
+    trainer = make_trainer(plugin)
+    trainer.validate(module, clean, verbose=False)
+    for _ in range(2):
+        trainer = make_trainer(plugin)
+        trainer.fit(module, clean, clean)
+        assert all(type(m) is not nn.Linear or not hasattr(m, "nc_plain_class") for m in module.net)
+        assert "state_dict" not in vars(module)
+        with torch.no_grad():
+            expected = torch.cat([module.net(x) for x, _ in clean])
+        assert torch.equal(torch.cat(trainer.predict(module, clean)), expected)
+    assert plugin.stats.steps == BATCHES
+
+
+def test_model_is_released_when_fit_fails(clean):
+    def training_step(self, batch, index):
+        raise KeyError("broken")
+
+    module = make_module(training_step=training_step)
+    with pytest.raises(KeyError, match="broken"):
+        make_trainer(NarrowcastPrecision(POLICIES[2])).fit(module, clean)
+    assert_same_weights(module.net, make_net())
+    assert type(module.net[0]) is nn.Linear
+
+
+def test_plateau_scheduler_follows_its_metric(clean):
+    module = make_module()
+
+    def configure_optimizers():
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
+        }
+
+    module.configure_optimizers = configure_optimizers
+    trainer = make_trainer(NarrowcastPrecision("fp16"), max_epochs=3)
+    trainer.fit(module, clean, clean)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)
+
+
+def test_weight_averaging_callbacks_average_what_was_trained(clean):
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    averaged = []
+    for plugin in (
+        pl.plugins.precision.Precision(),
+        NarrowcastPrecision("fp32"),
+        NarrowcastPrecision(POLICIES[2]),
+    ):
+        averaged.append(make_module())
+        callbacks = [EMAWeightAveraging(decay=0.5)]
+        make_trainer(plugin, max_epochs=2, callbacks=callbacks).fit(averaged[-1], clean, clean)
+    stock, ours, narrow = averaged
+    assert_same_weights(ours, stock)
+    for one, other in zip(narrow.parameters(), stock.parameters(), strict=True):
+        assert (one - other).abs().mean() < 2**-9  # of one bf16 rounding of weights up to 1/4
+
+
+def test_stochastic_weight_averaging_and_early_stopping_run(clean):
+    from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+
+    callbacks = [StochasticWeightAveraging(1e-3, 1), EarlyStopping("val_loss", patience=5)]
+    plugin, module = NarrowcastPrecision("fp16"), make_module()
+    make_trainer(plugin, max_epochs=3, callbacks=callbacks).fit(module, clean, clean)
+    assert plugin.stats.applied == 3 * BATCHES
+    assert type(module.net[0]) is nn.Linear
+
+
+def test_skips_and_loss_scale_are_logged(loader, tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(NarrowcastPrecision("fp16"), logger=logger, log_every_n_steps=2)
+    trainer.fit(make_module(), loader)
+    with Path(logger.experiment.metrics_file_path).open() as file:
+        rows = [row for row in csv.DictReader(file) if row["narrowcast/loss_scale"]]
+    assert [row["step"] for row in rows] == ["1", "3", "5"]
+    assert [float(row["narrowcast/skipped_steps"]) for row in rows] == [0, 1, 1]
+    assert float(rows[-1]["narrowcast/loss_scale"]) < float(rows[0]["narrowcast/loss_scale"])
+    assert float(rows[0]["grad_norm"]) > 0
+
+
+def test_lbfgs_and_own_backward_raise(clean):
+    module = make_module()
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+    with pytest.raises(UnsupportedError, match="LBFGS"):
+        make_trainer(NarrowcastPrecision("bf16")).fit(module, clean)
+    module = make_module(backward=lambda self, loss: loss.backward())
+    with pytest.raises(UnsupportedError, match="manual_backward"):
+        make_trainer(NarrowcastPrecision("bf16")).fit(module, clean)
+
+
+def test_ema_of_optimizers_that_step_alone_raises(clean):
+    with pytest.raises(UnsupportedError, match="ema_decay"):
+        make_trainer(NarrowcastPrecision("bf16", ema_decay=0.9)).fit(make_gan(), clean)
+
+
+def test_combinations_that_cannot_work_raise():
+    with pytest.raises(ValueError, match=r"NarrowcastPrecision.*Choose one"):
+        make_trainer(NarrowcastPrecision("bf16"), precision="bf16-mixed")
+    with pytest.raises(TypeError, match="NarrowcastPrecision"):
+        pl.strategies.FSDPStrategy(precision_plugin=NarrowcastPrecision("bf16"))
+    with pytest.raises(ConfigError, match="did you mean clip_norm"):
+        NarrowcastPrecision("bf16", clip_nrm=1.0)
+
+
+def fabric_loop(policy, loader, *, max_norm=None, clip_val=None, epochs=1, path=None, resume=None):
+    plugin = NarrowcastPrecision(policy)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    net = make_net()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    loader = fabric.setup_dataloaders(loader)
+    if resume is not None:
+        fabric.load(resume, {"model": model, "optimizer": optimizer, "precision": plugin})
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            fabric.backward(F.cross_entropy(model(x), y))
+            if max_norm or clip_val:
+                fabric.clip_gradients(model, optimizer, max_norm=max_norm, clip_val=clip_val)
+            optimizer.step()
+    if path is not None:
+        fabric.save(path, {"model": model, "optimizer": optimizer, "precision": plugin})
+    plugin.release()
+    return net, plugin
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("clip", [{}, {"max_norm": 0.5}, {"clip_val": 0.01}])
+def test_fabric_equals_the_plain_loop(policy, clip, loader):
+    net, plugin = fabric_loop(policy, loader, **clip)
+    expected = make_net()
+    run = nc.prepare(expected, torch.optim.AdamW(expected.parameters(), lr=1e-2), policy=policy)
+    for x, y in loader:
+        with run.autocast():
+            output = expected(x)
+        run.backward(F.cross_entropy(output.float(), y))
+        if clip:
+            run.unscale()
+        if "max_norm" in clip:
+            nn.utils.clip_grad_norm_(expected.parameters(), clip["max_norm"])
+        if "clip_val" in clip:
+            nn.utils.clip_grad_value_(expected.parameters(), clip["clip_val"])
+        run.step()
+    assert plugin.stats.skipped == run.stats().skipped == 1
+    run.release()
+    assert_same_weights(net, expected)
+
+
+@pytest.mark.parametrize("policy", ["fp16", POLICIES[2]])
+def test_fabric_resumes_bit_exact(policy, loader, tmp_path):
+    path = tmp_path / "state.ckpt"
+    whole, _ = fabric_loop(policy, loader, epochs=2)
+    fabric_loop(policy, loader, path=path)
+    assert {t.dtype for t in torch.load(path)["model"].values()} == {torch.float32}
+    assert_same_weights(fabric_loop(policy, loader, resume=path)[0], whole)
+
+
+def test_fabric_without_an_optimizer_or_with_two_models_raises():
+    plugin = NarrowcastPrecision("bf16")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    model = fabric.setup(make_net())
+    with pytest.raises(ConfigError, match="one call"):
+        fabric.backward(model(torch.ones(2, 16)).sum())
+    fabric.setup(net := make_net(), torch.optim.SGD(net.parameters()))
+    with pytest.raises(UnsupportedError, match="ModuleDict"):
+        fabric.setup(net := make_net(), torch.optim.SGD(net.parameters()))
+    assert not {"_fabric", "_fabric_optimizers", "on_after_setup"} & vars(net).keys()

@@ -5,6 +5,7 @@ order. Nothing here waits for the device unless the host trainer reads a number.
 """
 
 import contextlib
+import copy
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,14 +17,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
-from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
 from narrowcast.health.monitor import Monitor, monitor
 from narrowcast.integrations.finding_text import sentence
+from narrowcast.precision.nested import copy_tensors
 from narrowcast.precision.plan.policy import AnyPolicy, Policy, policy_from, suggestion
 from narrowcast.precision.step.checks import check_loss, explaining_dtypes
 from narrowcast.precision.step.engine import add_gradients, look_at_gradients
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared, prepare
+from narrowcast.precision.step.step_log import Stats
 
 log = logging.getLogger("narrowcast")
 
@@ -220,6 +223,38 @@ class HostedRun:
         if self.settings.schedule:
             self._set_policy(self.settings.policy_at(int(saved)))
         self.run.load_state_dict(state)
+
+    def progress(self) -> dict[str, Any]:
+        """Return the part of `state_dict()` that neither fp32 weights nor optimizers hold."""
+        self.sync_schedulers()
+        engine = self.run.engine
+        average = engine.weights.average
+        state = {
+            "policy": str(engine.plan.policy),
+            "scales": engine.scales.state_dict(),
+            "amax": engine.fp8.state_dict(),
+            "applied_before": engine.first_scales.applied_before,
+            "stats": engine.log.stats.state_dict(),
+            "average": None if average is None else average.averages,
+        }
+        return copy.deepcopy(state)
+
+    def load_progress(self, state: dict[str, Any]) -> None:
+        """Restore a `progress()` of a run with the same policy and model."""
+        engine, stats = self.run.engine, Stats.from_state(state["stats"])
+        if self.settings.schedule:
+            self._set_policy(self.settings.policy_at(stats.steps))
+        if state["policy"] != str(engine.plan.policy):
+            raise CheckpointError(
+                f"The checkpoint was written with the policy {state['policy']!r}, but this run "
+                f"uses {str(engine.plan.policy)!r}. Use the policy of the checkpoint."
+            )
+        engine.scales.load_state_dict(state["scales"])
+        engine.fp8.load_state_dict(state["amax"])
+        if engine.weights.average is not None and state["average"] is not None:
+            copy_tensors(engine.weights.average.averages, state["average"])
+        engine.log.stats, engine.steps_begun = stats, stats.steps
+        engine.begin_first_scales(step=0, applied_before=int(state["applied_before"]))
 
     def release(self) -> nn.Module:
         """Return the plain fp32 model; schedulers belong to the host again."""

@@ -90,6 +90,8 @@ class NarrowcastPrecision:
         self._is_evaluating = False
         self._stats = Stats()
         self._ema: dict[str, Tensor] | None = None
+        self._progress: dict[str, Any] = {}
+        """What a checkpoint that is saved after `fit` needs besides weights and moments."""
         self.outcome: Outcome | None = None
         """The outcome of the last step; it stays readable after `fit`."""
 
@@ -136,7 +138,8 @@ class NarrowcastPrecision:
         _check_strategy(trainer.strategy)
         self._host, self._trainer = _host_class(self, module), trainer
         ours = [_unwrap(each) for each in optimizers]
-        if not ours or type(ours[0]).__name__ == "_MockOptimizer":
+        is_fitting = trainer.state.fn == "fit"  # a trainer keeps the optimizers of its last fit
+        if not is_fitting or not ours or type(ours[0]).__name__ == "_MockOptimizer":
             return model, optimizers, lr_schedulers
         _check_module(module)
         hosted = self._prepare(model, ours)
@@ -178,7 +181,7 @@ class NarrowcastPrecision:
         self._host = self._trainer = self._fabric = None
         if hosted is None:
             return
-        self._stats = hosted.run.stats()
+        self._stats, self._progress = hosted.run.stats(), hosted.progress()
         if hosted.run.has_ema:
             self._ema = hosted.run.ema_state_dict()
         evaluated = hosted.run.eval_state_dict() if hosted.run.has_lookahead else None
@@ -333,13 +336,15 @@ class NarrowcastPrecision:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run; nothing outside of `fit`."""
-        return {} if self._hosted is None else self._hosted.state_dict()
+        """Return the state of the run; after `fit`, what weights and optimizers do not hold."""
+        return self._progress if self._hosted is None else self._hosted.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a `state_dict()`."""
-        if self._hosted is not None:
+        if self._hosted is not None and "weights" in state_dict:
             self._hosted.load_state_dict(state_dict)
+        elif self._hosted is not None:
+            self._hosted.load_progress(state_dict)
         elif self._host is None:
             raise ConfigError(
                 "There is no run to load the state into. Call fabric.setup(model, optimizer) first."
@@ -347,8 +352,8 @@ class NarrowcastPrecision:
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Let tensors that the checkpoint has twice share their memory, so that one is written."""
-        state = checkpoint.get(type(self).__qualname__)
-        if not state:
+        state = checkpoint.get(type(self).__qualname__, {})
+        if "weights" not in state:
             return
         weights = checkpoint["state_dict"]
         for name, value in state["weights"].items():
@@ -365,7 +370,7 @@ class NarrowcastPrecision:
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep Lightning from loading optimizer states that `load_state_dict` restores exactly."""
-        if self._hosted is not None and checkpoint.get(type(self).__qualname__):
+        if self._hosted is not None and "weights" in checkpoint.get(type(self).__qualname__, {}):
             checkpoint["optimizer_states"] = []
 
     @property
