@@ -357,7 +357,8 @@ class _TrainingSetup:
             if isinstance(value, Tensor) and _is_master(value, weight):
                 return value, dtype_name(value.dtype)
         for key, value in state.items():
-            if isinstance(value, Tensor) and _MASTER_KEY.search(key):
+            same_shape = isinstance(value, Tensor) and value.shape == weight.shape
+            if same_shape and _MASTER_KEY.search(key):
                 return None, key
         for each in self.optimizers:
             for source in [vars(each), *each.param_groups]:
