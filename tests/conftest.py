@@ -6,6 +6,7 @@ import os
 import pkgutil
 import random
 import signal
+import subprocess
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tests.fork_server import ForkedPopen
 
 import narrowcast.kernels
 from narrowcast.hardware.trial import CpuTrial, default_store, keep_trials
@@ -147,6 +149,12 @@ def _waiting_is_allowed_again() -> Iterator[None]:
     yield
     if torch.cuda.is_initialized():
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the Python programs that a test starts, which saves each the import of torch."""
+    monkeypatch.setattr(subprocess, "Popen", ForkedPopen)
 
 
 TINY = """\

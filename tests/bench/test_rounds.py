@@ -50,6 +50,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_groups_share_the_baseline_and_failures_are_reported(tiny, tmp_path):
     contenders = (
         PEERS["torch-fp32"],
@@ -69,6 +70,7 @@ def test_groups_share_the_baseline_and_failures_are_reported(tiny, tmp_path):
     assert any(line.startswith("torch-fp32: ready: start ") for line in lines)
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_contenders_that_do_not_fit_meet_the_baseline_in_groups_of_their_own(tiny, tmp_path):
     contenders = (PEERS["torch-fp32"], *ours("fp32", "fp32, grads=fp32"))
     results, _ = measured(tiny, tmp_path, contenders, repeats=1, usable_bytes=0)
@@ -77,6 +79,7 @@ def test_contenders_that_do_not_fit_meet_the_baseline_in_groups_of_their_own(tin
     assert [group for group, _ in results["narrowcast fp32, grads=fp32"].rounds] == [1]
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_contender_that_runs_out_of_memory_beside_others_is_tried_again(tiny, tmp_path):
     # An option that does not exist ends the worker with its name on the last line of the log.
     options = {"compute": "fp32", "compiled": False, "out of memory": True}
@@ -96,6 +99,7 @@ def test_a_worker_without_an_answer_is_ended(tiny, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+@pytest.mark.usefixtures("forked_python")
 def test_workers_die_with_the_coordinator(tiny):
     command = [sys.executable, "-m", "narrowcast", "bench", "step", tiny, "--repeats", "100000"]
     with subprocess.Popen(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.fork_server import ForkedPopen
 
 from narrowcast.cli.entry import run_command
 from narrowcast.training.checkpoints.checkpoint import checkpoint_step
@@ -84,13 +85,13 @@ def resumed_halfway(
 
 @pytest.fixture
 def start() -> Callable[..., subprocess.Popen[str]]:
-    """Start a command in a process of its own, as a shell does."""
+    """Start a command in a process of its own, as a shell does, without the import of torch."""
     # As a user has it: no kernels on a CPU, rather than those of the interpreter.
     known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
     def begin(*words: object, **options: object) -> subprocess.Popen[str]:
         options.setdefault("env", known)
-        return subprocess.Popen(
+        return ForkedPopen(
             [sys.executable, "-m", "narrowcast", *map(str, words)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

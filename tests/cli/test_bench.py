@@ -19,6 +19,7 @@ def test_help_is_printed_without_importing_torch(verb):
     assert "--together" in done.stdout
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_bench_step_measures_policies_and_peers(narrowcast, tiny, tmp_path):
     written = tmp_path / "figures.json"
     policies = "bf16, params=bf16, master=split | fp17"
@@ -43,6 +44,7 @@ def test_bench_step_measures_policies_and_peers(narrowcast, tiny, tmp_path):
     assert "narrowcast fp17  ConfigError: precision policy: there is no preset" in ended.out
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_json_alone_goes_to_stdout_and_the_rest_to_stderr(narrowcast, tiny):
     ended = narrowcast(
         "bench", "step", tiny, "--repeats", 1, "--steps", 1, "--peers", "none",

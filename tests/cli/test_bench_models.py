@@ -26,7 +26,7 @@ def vector():
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def own(forked_python, tmp_path, monkeypatch):
     (tmp_path / "own_model.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -107,12 +106,10 @@ def test_a_recipe_may_come_from_a_pipe(narrowcast, tiny):
     assert (ended.code, ended.out[:5]) == (0, "piped"), ended.err
 
 
-def test_a_recipe_may_come_from_standard_input(tiny, tmp_path):
-    line = f"cat {tiny} | {sys.executable} -m narrowcast plan /dev/stdin"
-    ended = subprocess.run(
-        ["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, ended.stdout[:5]) == (0, "piped"), ended.stderr
+def test_a_recipe_may_come_from_standard_input(start, tiny, tmp_path):
+    with start("plan", "/dev/stdin", cwd=tmp_path, stdin=subprocess.PIPE) as process:
+        out, err = process.communicate(Path(tiny).read_text(), timeout=60)
+    assert (process.returncode, out[:5]) == (0, "piped"), err
 
 
 def test_ten_thousand_shards_and_two_hundred_exceptions_are_a_recipe(narrowcast, tiny, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.fork_server import ForkedPopen
 
 from narrowcast.runs import EvalRecord, RunFolder, StepRecord
 
@@ -171,9 +172,16 @@ def test_a_terminal_gets_a_bar_without_colours_where_none_are_wanted(tiny, tmp_p
 def on_a_terminal(words: list[object], environment: dict[str, str]) -> str:
     """Run a command on a terminal of its own, and return every character it was sent."""
     command = [sys.executable, "-m", "narrowcast", *map(str, words)]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execve(sys.executable, command, os.environ | environment)
+    terminal, other_side = pty.openpty()
+    process = ForkedPopen(
+        command,
+        stdin=other_side,
+        stdout=other_side,
+        stderr=other_side,
+        env=os.environ | environment,
+        start_new_session=True,
+    )
+    os.close(other_side)
     sent = bytearray()
     with os.fdopen(terminal, "rb", buffering=0) as file:
         while True:
@@ -184,7 +192,7 @@ def on_a_terminal(words: list[object], environment: dict[str, str]) -> str:
             if not chunk:
                 break
             sent += chunk
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert process.wait(timeout=60) == 0
     return sent.decode()
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_recipe_that_changes_its_policy_resumes_bit_for_bit_and_leaves_nothing(
     narrowcast, tiny, tmp_path, monkeypatch
 ):
@@ -31,6 +32,7 @@ def test_a_run_whose_blocks_are_computed_again_resumes_bit_for_bit(resumed_halfw
     resumed_halfway(tiny, *words, every=1)
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_what_a_machine_without_a_gpu_cannot_offload_is_refused(narrowcast, tiny):
     ended = narrowcast("verify-resume", tiny, "memory.offload=[optimizer]", "device=cpu")
     assert ended.code == 3

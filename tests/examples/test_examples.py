@@ -46,6 +46,7 @@ def test_the_drop_in_fits_forty_lines():
     assert len((EXAMPLES / "drop_in.py").read_text().splitlines()) <= 40
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_recipe_is_planned_trained_and_reported_from_python(tmp_path):
     folder = tmp_path / "run"
     words = ["steps=20", "batch_size=2", "model.layers=1", "data.eval_windows=2"]

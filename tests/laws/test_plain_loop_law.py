@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -41,6 +42,7 @@ def plain_torch_weights():
     return model.state_dict()
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_the_quickstart_in_fp32_is_a_plain_torch_loop_bit_for_bit(tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "narrowcast", "train", "quickstart", *WORDS, "--quiet"]

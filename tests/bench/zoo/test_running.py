@@ -23,6 +23,15 @@ def raises():
     raise OSError("no such corpus")
 
 
+def raises_late():
+    time.sleep(0.5)
+    raises()
+
+
+def sleeps():
+    time.sleep(60)
+
+
 def meets():
     # Waits for another process that is set up at the same time.
     Path(f"{os.getpid()}.here").touch()
@@ -44,7 +53,7 @@ def first_fails():
 
 
 @pytest.fixture(autouse=True)
-def _own(tmp_path, monkeypatch):
+def _own(forked_python, tmp_path, monkeypatch):
     (tmp_path / "zoo_of_mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -111,14 +120,14 @@ def test_a_row_that_fails_alone_too_has_failed_with_its_log():
 
 def test_failed_rows_are_left_out_if_there_is_no_time_to_try_again():
     lines = []
-    settings = {"mine": "zoo_of_mine:raises", "ways": ("amp", "bf16"), "together": 2}
-    zoo = measured(lines.append, seconds=0.5, **settings)  # torch alone takes longer to import
+    settings = {"mine": "zoo_of_mine:raises_late", "ways": ("amp", "bf16"), "together": 2}
+    zoo = measured(lines.append, seconds=0.5, **settings)
     assert zoo.data["rows"] == []
     assert [trial.way for trial in zoo.left_out] == ["AMP", "bf16"]
     assert lines[-1] == "0.5 s have passed: no more rows are started"
 
 
 def test_a_row_without_an_answer_is_ended():
-    zoo = measured(mine="zoo_of_mine:build", ways=("amp",), timeout_seconds=0.1)
+    zoo = measured(mine="zoo_of_mine:sleeps", ways=("amp",), timeout_seconds=0.1)
     (row,) = zoo.data["rows"]
     assert row["failure"] == "no response for 0.1 s, so it was stopped"

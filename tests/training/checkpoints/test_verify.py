@@ -1,9 +1,11 @@
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.fork_server import ForkedPopen
 
 from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.errors import UnsupportedError
@@ -17,7 +19,9 @@ RECIPE = Recipe(workload="sine", steps=100, batch_size=8, data=DataSection(), mo
 def verified(tmp_path_factory):
     """A check that has been made, and the folder with its two runs."""
     folder = tmp_path_factory.mktemp("verified")
-    return verify_resume(RECIPE, [], folder=folder, command=PROGRAM), folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", ForkedPopen)
+        return verify_resume(RECIPE, [], folder=folder, command=PROGRAM), folder
 
 
 def test_a_run_killed_at_a_seeded_step_and_resumed_is_the_straight_run(verified):
@@ -64,6 +68,7 @@ def test_a_step_with_another_loss_is_named(verified, tmp_path):
     assert '"kind": "step"' in difference
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_run_that_fails_says_what_its_process_said(tmp_path):
     with pytest.raises(UnsupportedError, match=r"exit code 3: this policy needs another machine"):
         verify_resume(RECIPE, ["broken"], folder=tmp_path, command=PROGRAM)

@@ -155,6 +155,7 @@ def test_weights_that_are_no_numbers_are_no_letters(finished, tmp_path, capsys):
     assert "NaN" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_reader_that_has_seen_enough_ends_it_quietly(finished):
     words = [sys.executable, "-m", "narrowcast", "genomics", "generate", str(finished("base"))]
     with subprocess.Popen(
