@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.health.diagnose.diagnosis import Diagnosis as Diagnosis
     from narrowcast.health.diagnose.explain import explain as explain
     from narrowcast.health.monitor import monitor as monitor
+    from narrowcast.integrations.accelerate import Accelerator as Accelerator
     from narrowcast.precision.fused.linear_cross_entropy import (
         linear_cross_entropy as linear_cross_entropy,
     )
@@ -58,6 +59,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Audit": "health.audit",
+    "Accelerator": "integrations.accelerate",
     "PRESETS": "precision.plan.policy",
     "Hardware": "hardware",
     "EvalBatches": "training.task",
