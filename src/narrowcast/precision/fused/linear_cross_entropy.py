@@ -195,6 +195,12 @@ def linear_cross_entropy(
         return _here(hidden, head, targets, terms, plain=True)
 
 
+def multiplies_plainly(hidden: Tensor, head: nn.Linear) -> bool:
+    """Return whether `head(hidden)` is here one product in the dtype of autocast or of `hidden`."""
+    plain = working_class(head) is nn.Linear and _region_entered_by(head) is None
+    return plain and _operand_dtype(hidden, head) is not None
+
+
 def _check_arguments(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms) -> None:
     if hidden.shape[:-1] != targets.shape or targets.dtype != torch.int64:
         raise ConfigError(
