@@ -422,9 +422,11 @@ def fabric_loop(policy, loader, *, max_norm=None, clip_val=None, epochs=1, path=
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     net = make_net()
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    plugin.hold_scheduler(scheduler)
     loader = fabric.setup_dataloaders(loader)
     if resume is not None:
-        fabric.load(resume, {"model": model, "optimizer": optimizer, "precision": plugin})
+        fabric.load(resume, {"model": model, "precision": plugin, "scheduler": scheduler})
     for _ in range(epochs):
         for x, y in loader:
             optimizer.zero_grad()
@@ -432,8 +434,9 @@ def fabric_loop(policy, loader, *, max_norm=None, clip_val=None, epochs=1, path=
             if max_norm or clip_val:
                 fabric.clip_gradients(model, optimizer, max_norm=max_norm, clip_val=clip_val)
             optimizer.step()
+            scheduler.step()
     if path is not None:
-        fabric.save(path, {"model": model, "optimizer": optimizer, "precision": plugin})
+        fabric.save(path, {"model": model, "precision": plugin, "scheduler": scheduler})
     plugin.release()
     return net, plugin
 
@@ -443,7 +446,9 @@ def fabric_loop(policy, loader, *, max_norm=None, clip_val=None, epochs=1, path=
 def test_fabric_equals_the_plain_loop(policy, clip, loader):
     net, plugin = fabric_loop(policy, loader, **clip)
     expected = make_net()
-    run = nc.prepare(expected, torch.optim.AdamW(expected.parameters(), lr=1e-2), policy=policy)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    run = nc.prepare(expected, optimizer, policy=policy, scheduler=scheduler)
     for x, y in loader:
         with run.autocast():
             output = expected(x)
@@ -479,3 +484,79 @@ def test_fabric_without_an_optimizer_or_with_two_models_raises():
     with pytest.raises(UnsupportedError, match="ModuleDict"):
         fabric.setup(net := make_net(), torch.optim.SGD(net.parameters()))
     assert not {"_fabric", "_fabric_optimizers", "on_after_setup"} & vars(net).keys()
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_two_processes_skip_a_step_together(policy, loader, clean):
+    def training_step(self, batch, index):
+        x, y = batch
+        x = x * float("inf") if index == 3 and self.global_rank == 1 else x
+        return F.cross_entropy(self.net(x), y)
+
+    module = make_module(training_step=training_step)
+    settings = {"strategy": "ddp_fork", "devices": 2, "use_distributed_sampler": False}
+    make_trainer(NarrowcastPrecision(policy), **settings).fit(module, clean)
+    assert_same_weights(module, plain_loop(policy, loader)[0])  # its fourth batch has an inf
+
+
+def test_narrow_weights_in_two_processes_raise(clean):
+    trainer = make_trainer(NarrowcastPrecision(POLICIES[2]), strategy="ddp_fork", devices=2)
+    with pytest.raises(Exception, match="Leave params= out of the policy"):
+        trainer.fit(make_module(), clean)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16", "fp8-delayed"])
+def test_finetuning_callbacks_may_add_weights(policy, clean):
+    class Thaw(pl.callbacks.BaseFinetuning):
+        def freeze_before_training(self, module):
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.net[0], optimizer)
+
+    thawed = []
+    for plugin in (pl.plugins.precision.Precision(), NarrowcastPrecision(policy)):
+        module = make_module()
+        trained = (p for p in module.parameters() if p.requires_grad)
+        module.configure_optimizers = lambda trained=trained: torch.optim.AdamW(trained, lr=1e-2)
+        make_trainer(plugin, max_epochs=2, callbacks=[Thaw()]).fit(module, clean)
+        thawed.append(module)
+    assert plugin.stats.applied == 2 * BATCHES
+    assert not torch.equal(thawed[1].net[0].weight, make_net()[0].weight)
+    if policy == "fp32":
+        assert_same_weights(*thawed)
+
+
+def test_compiled_module_equals_the_plain_loop(clean):
+    def training_step(self, batch, index):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    module = make_module(training_step=training_step)
+    compiled = torch.compile(module, backend="eager")
+    make_trainer(NarrowcastPrecision("bf16")).fit(compiled, clean)
+    assert_same_weights(module, plain_loop("bf16", clean)[0])
+
+
+def test_skipped_micro_batch_leaves_batch_norm_statistics_finite(loader):
+    module, plugin = make_module(), NarrowcastPrecision("fp16")
+    module.net.insert(1, nn.BatchNorm1d(32))
+    make_trainer(plugin, accumulate_grad_batches=2).fit(module, loader)
+    assert plugin.stats.skipped == 1
+    assert module.net[1].running_mean.isfinite().all()
+    assert module.net[1].num_batches_tracked == BATCHES - 2
+
+
+def test_metrics_and_two_data_loaders(loader, clean):
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    def training_step(self, batch, index):
+        (x, y), (other, labels) = batch["one"], batch["two"]
+        output = self.net(x)
+        self.log("accuracy", self.accuracy(output, y))
+        return F.cross_entropy(output, y) + F.cross_entropy(self.net(other), labels)
+
+    module, plugin = make_module(training_step=training_step), NarrowcastPrecision("fp16")
+    module.accuracy = torchmetrics.Accuracy("multiclass", num_classes=4)
+    make_trainer(plugin).fit(module, {"one": clean, "two": loader})
+    assert (plugin.stats.applied, plugin.stats.skipped) == (BATCHES - 1, 1)

@@ -142,11 +142,19 @@ class NarrowcastPrecision:
         if not is_fitting or not ours or type(ours[0]).__name__ == "_MockOptimizer":
             return model, optimizers, lr_schedulers
         _check_module(module)
-        hosted = self._prepare(model, ours)
+        try:
+            hosted = self._prepare(model, ours)
+        except UnsupportedError as error:
+            if model is module or "DistributedDataParallel" not in str(error):
+                raise
+            raise UnsupportedError(
+                "Lightning wraps the model in DistributedDataParallel before the plug-in sees it, "
+                "so weights must stay fp32. Leave params= out of the policy."
+            ) from error
         for config in lr_schedulers:
             hosted.hold_scheduler(config.scheduler)
         if len(ours) > 1:
-            self._undo.callback(_toggle_model_weights(module, hosted))
+            self._undo.callback(_toggle_model_weights(module, lambda: self._running))
         self._undo.callback(_release_first(trainer.strategy, self.release))
         return model, optimizers, lr_schedulers
 
@@ -193,6 +201,13 @@ class NarrowcastPrecision:
         """Release the model."""
         self.release()
 
+    def hold_scheduler(self, scheduler: Any) -> None:
+        """Make `scheduler.step()` count for applied steps only. A `Trainer` does this for you.
+
+        Call it after `fabric.setup(model, optimizer)`.
+        """
+        self._running.hold_scheduler(scheduler)
+
     # One step
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
@@ -201,11 +216,28 @@ class NarrowcastPrecision:
         if hosted is None:
             return contextlib.nullcontext()
         if self._trainer is not None:
+            hosted = self._with_added_weights(hosted)
             _clear_model_gradients(self._trainer.strategy)
             self._follow_phase(hosted)
             if self._is_evaluating and hosted.run.has_lookahead:
                 return _both(hosted.run.use_eval_weights(), hosted.autocast())
         return hosted.autocast()
+
+    def _with_added_weights(self, hosted: HostedRun) -> HostedRun:
+        """Prepare the model again if a callback (`BaseFinetuning`) has added weights."""
+        optimizers = list(hosted.run.optimizers)
+        counts = [sum(len(group["params"]) for group in o.param_groups) for o in optimizers]
+        if counts == [len(hosted.weights(each)) for each in optimizers]:
+            return hosted
+        if hosted.run.has_ema or hosted.run.has_lookahead:
+            raise UnsupportedError(
+                "Weights were added to an optimizer during fit(), which ema_decay and lookahead do "
+                "not support. Give all weights to the optimizer in configure_optimizers()."
+            )
+        progress, model = hosted.progress(), hosted.release()
+        renewed = self._prepare(model, optimizers)
+        renewed.load_progress(progress)
+        return renewed
 
     def _follow_phase(self, hosted: HostedRun) -> None:
         """Refresh weights in fp8 when validation begins or ends: callbacks swap them by `.data`."""
@@ -263,6 +295,7 @@ class NarrowcastPrecision:
                 "optimizer.param_groups."
             )
         result = None if closure is None else closure()
+        hosted = self._running  # another one if a callback has added weights
         if self._host is not None:
             self._call_hooks(hosted, optimizer, model)
         if hosted.has_gradients(optimizer):
@@ -491,13 +524,13 @@ def _clear_model_gradients(strategy: Any) -> None:
         vars(each)["zero_grad"] = each._optimizer.zero_grad
 
 
-def _toggle_model_weights(module: Any, hosted: HostedRun) -> _Undo:
+def _toggle_model_weights(module: Any, running: Callable[[], HostedRun]) -> _Undo:
     """Make `toggle_optimizer` freeze weights of the model; `param_groups` may hold masters."""
     frozen: list[nn.Parameter] = []
 
     def toggle(optimizer: Any) -> None:
-        own = set(hosted.weights(_unwrap(optimizer)))
-        frozen.extend(p for p in hosted.weights() if p not in own and p.requires_grad)
+        own, every = set(running().weights(_unwrap(optimizer))), running().weights()
+        frozen.extend(p for p in every if p not in own and p.requires_grad)
         for p in frozen:
             p.requires_grad = False
 
