@@ -327,6 +327,8 @@ class Accelerator(_Accelerator):  # type: ignore[misc]
             split_batches=self.split_batches,
         )
         self._schedulers.append(made)
+        if any(self._follows(scheduler, each) for each in self._hosted):
+            made.bind()
         return made
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -496,6 +498,9 @@ class Accelerator(_Accelerator):  # type: ignore[misc]
         self._waiting = [m for m in self._waiting if not any(m is each for each in models)]
         for stand_in in optimizers:
             stand_in.hosted = hosted
+        for scheduler in self._schedulers:  # before a first step, which may be skipped
+            if self._follows(scheduler.scheduler, hosted):
+                scheduler.bind()
 
     def _autocast_of(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return the autocast of a model: its run's, or for a frozen model that of the first."""
@@ -513,13 +518,18 @@ class Accelerator(_Accelerator):  # type: ignore[misc]
         plain = getattr(optimizer, "optimizer", optimizer)
         return any(each is plain for each in hosted.run.optimizers)
 
-    def _run_of_scheduler(self, scheduler: Any) -> HostedRun:
+    def _follows(self, scheduler: Any, hosted: HostedRun) -> bool:
         optimizer = getattr(scheduler, "optimizer", None)
-        runs = [r for r in self._hosted if self._owns(r, optimizer)] or self._hosted
-        if len(runs) != 1:
+        if optimizer is None:
+            return len(self._hosted) == 1
+        return self._owns(hosted, optimizer)
+
+    def _run_of_scheduler(self, scheduler: Any) -> HostedRun:
+        runs = [each for each in self._hosted if self._follows(scheduler, each)]
+        if not runs:
             raise ConfigError(
-                f"The optimizer of this {type(scheduler).__name__} is unknown, and there are "
-                f"{len(runs)} prepared models. Build the scheduler for a prepared optimizer."
+                f"This {type(scheduler).__name__} was built for an optimizer that is not prepared. "
+                "Pass its optimizer to accelerator.prepare() as well."
             )
         return runs[0]
 
