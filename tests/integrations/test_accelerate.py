@@ -527,7 +527,8 @@ def train(policy):
     accelerator.end_training()
 
 torch.set_num_threads(1)
-notebook_launcher(train, ("bf16, params=bf16, master=split",), num_processes=2, use_port=sys.argv[1])
+policy, port = "bf16, params=bf16, master=split", sys.argv[1]
+notebook_launcher(train, (policy,), num_processes=2, use_port=port)
 """
 
 

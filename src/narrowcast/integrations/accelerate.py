@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
-from narrowcast.integrations.hosted_run import HostedRun, HostedSettings, backward_through
+from narrowcast.integrations.hosted_run import (
+    HostedRun,
+    HostedSettings,
+    backward_through,
+    gradient_norm,
+)
 from narrowcast.precision.plan.policy import AnyPolicy, suggestion
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared, prepare
@@ -302,7 +307,7 @@ class Accelerator(_Accelerator):  # type: ignore[misc]
             forward = wrapped.forward
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                with self._autocast_of(inner):
+                with self._get_autocast(inner):
                     return forward(*args, **kwargs)
 
             wrapped.__dict__["forward"] = call
@@ -382,7 +387,7 @@ class Accelerator(_Accelerator):  # type: ignore[misc]
             if not (set(hosted.run.engine.weights.all) - chosen):
                 if self.sync_gradients:
                     hosted.clip_norm(None if math.isinf(max_norm) else max_norm)
-                return hosted.grad_norm()
+                return gradient_norm(hosted)
         if not self.sync_gradients:  # a loss scale may still be in them
             return torch.nn.utils.get_total_norm(_gradients(selected), norm_type)
         for each in runs:
@@ -455,7 +460,7 @@ class Accelerator(_Accelerator):  # type: ignore[misc]
         if placed and not self.verify_device_map(inner):
             inner.to(self.device)
         self._waiting.append(inner)
-        self._calls[id(inner)] = _ModelCall(inner, self._autocast_of)
+        self._calls[id(inner)] = _ModelCall(inner, self._get_autocast)
 
     def _add_optimizer(self, optimizer: Any, *, placed: bool) -> HostedOptimizer:
         for each in self._optimizers:
@@ -490,7 +495,7 @@ class Accelerator(_Accelerator):  # type: ignore[misc]
             hosted = HostedRun(settings, model, [each.optimizer for each in optimizers])
         finally:  # around the modules of the run
             for each in models:
-                self._calls[id(each)] = _ModelCall(each, self._autocast_of)
+                self._calls[id(each)] = _ModelCall(each, self._get_autocast)
         hosted.save_full_weights()
         self._hosted.append(hosted)
         for i, each in enumerate(models):
@@ -502,7 +507,7 @@ class Accelerator(_Accelerator):  # type: ignore[misc]
             if self._follows(scheduler.scheduler, hosted):
                 scheduler.bind()
 
-    def _autocast_of(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    def _get_autocast(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return the autocast of a model: its run's, or for a frozen model that of the first."""
         if id(model) in self._by_model:
             return self._by_model[id(model)][0].autocast()
@@ -554,9 +559,9 @@ class _ModelCall:
     def __init__(
         self,
         model: nn.Module,
-        autocast_of: Callable[[nn.Module], contextlib.AbstractContextManager[Any]],
+        get_autocast: Callable[[nn.Module], contextlib.AbstractContextManager[Any]],
     ) -> None:
-        self._model, self._autocast_of = model, autocast_of
+        self._model, self._get_autocast = model, get_autocast
         self._own = model.__dict__.get("forward")
         functools.update_wrapper(self, type(model).forward)
         self.__signature__ = inspect.signature(model.forward)
@@ -565,7 +570,7 @@ class _ModelCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the call of the compiled module is in autocast
             return _utils.convert_to_fp32(self._forward(*args, **kwargs))
-        with self._autocast_of(self._model):
+        with self._get_autocast(self._model):
             return _utils.convert_to_fp32(self._forward(*args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -119,30 +119,14 @@ class HostedRun:
 
         With `optimizer`, only out of those of its weights.
         """
-        if self.has_gradients(optimizer):
+        if any(p.grad is not None for p in self.weights(optimizer)):
             with self._other_gradients_aside(optimizer):
                 self.run.unscale()
-
-    def has_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
-        """Whether a weight has a gradient; with `optimizer`, one of its weights."""
-        return any(p.grad is not None for p in self.weights(optimizer))
 
     def weights(self, optimizer: torch.optim.Optimizer | None = None) -> list[nn.Parameter]:
         """Return the weights of the model that an optimizer updates; all of them without one."""
         weights = self.run.engine.weights
         return weights.all if optimizer is None else weights.held[optimizer]
-
-    @torch.no_grad()
-    def grad_norm(self) -> Tensor:
-        """Return the total norm of the unscaled gradients, on the device. Does not wait for it."""
-        engine = self.run.engine
-        present = engine.weights.with_gradients()
-        if not present:
-            return torch.zeros((), device=engine.weights.device)
-        checked, _ = look_at_gradients(present, engine.scales, engine.weights)
-        if engine.weights.fused is not None:
-            engine.weights.fused.norms.taken_places()  # gradients may move before the step
-        return checked.norm
 
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> Outcome:
         """Update the weights, or skip the step. Schedulers move for steps that are known by now.
@@ -388,6 +372,19 @@ class _HeldScheduler:
 
     def release(self) -> None:
         self.scheduler.__class__ = self._kind
+
+
+@torch.no_grad()
+def gradient_norm(hosted: HostedRun) -> Tensor:
+    """Return the total norm of the unscaled gradients, on the device. Does not wait for it."""
+    engine = hosted.run.engine
+    present = engine.weights.with_gradients()
+    if not present:
+        return torch.zeros((), device=engine.weights.device)
+    checked, _ = look_at_gradients(present, engine.scales, engine.weights)
+    if engine.weights.fused is not None:
+        engine.weights.fused.norms.taken_places()  # gradients may move before the step
+    return checked.norm
 
 
 def backward_through(
