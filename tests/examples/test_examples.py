@@ -75,3 +75,11 @@ def test_accelerate_loop_learns_and_skips_one_step_per_epoch(run_example):
     assert float(re.findall(r"accuracy (\S+)", output)[-1]) > 0.85
     assert "4 steps skipped" in output
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_lightning_trains_in_fp8_and_resumes(run_example):
+    output = run_example("lightning_trainer.py")
+    accuracy, applied, tried = re.search(r"accuracy (\S+), (\d+) of (\d+) steps", output).groups()
+    assert (applied, tried) == ("59", "60")
+    assert float(accuracy) > 0.9
+    assert "bit for bit: True" in output

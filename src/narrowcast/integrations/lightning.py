@@ -32,51 +32,11 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "ligh
 _UNSUPPORTED = ("FSDP", "DeepSpeed", "XLA", "ModelParallel")
 
 
-class NarrowcastPrecision:
-    """Precision plug-in for Lightning's `Trainer` and for Fabric.
-
-    It works for `lightning.pytorch`, `pytorch_lightning` and `Fabric`; import the one you use
-    first. During `fit` the model trains in the policy's precision. Afterwards it is a plain fp32
-    model again. `trainer.validate`, `test` and `predict` outside of `fit` run the plain model.
-
-    Args:
-        policy: A preset name, policy text or `Policy`, as in `narrowcast.prepare`.
-        schedule: Policies by the step at which they begin, for example `{100: "bf16"}`.
-        health_every: Steps between readings of numeric statistics. 0: none.
-        **prepare_settings: Further arguments of `narrowcast.prepare`, such as `loss_scale`.
-
-    Raises:
-        ConfigError: An argument is invalid.
-
-    Example:
-        ```python
-        trainer = Trainer(plugins=[NarrowcastPrecision("bf16")], gradient_clip_val=1.0)
-        trainer.fit(module, loader)
-        ```
-    """
+class _HostInterface:
+    """The methods that Lightning and Fabric call on a precision plug-in."""
 
     precision = "32-true"
     """The dtype of weights and inputs outside of training, as Lightning names it."""
-
-    def __new__(cls, *_: Any, **__: Any) -> "NarrowcastPrecision":
-        """Make an object that every imported copy of Lightning accepts."""
-        plain: Any = cls
-        made: NarrowcastPrecision = object.__new__(_with_bases(plain, _loaded_bases()))
-        return made
-
-    def __init__(
-        self,
-        policy: AnyPolicy = "default",
-        *,
-        schedule: Mapping[int, AnyPolicy] | None = None,
-        health_every: int = 0,
-        **prepare_settings: Any,
-    ) -> None:
-        self._begin(
-            HostedSettings(
-                policy, schedule or {}, health_every=health_every, prepare=prepare_settings
-            )
-        )
 
     def _begin(self, settings: HostedSettings) -> None:
         self.settings = settings
@@ -84,7 +44,6 @@ class NarrowcastPrecision:
         self._host: Any = None
         """The `Precision` class of the trainer's package; none under Fabric."""
         self._trainer: Any = None
-        self._fabric: Any = None
         self._undo = contextlib.ExitStack()
         """Undoes what was changed in objects of Lightning."""
         self._is_evaluating = False
@@ -94,34 +53,6 @@ class NarrowcastPrecision:
         """What a checkpoint that is saved after `fit` needs besides weights and moments."""
         self.outcome: Outcome | None = None
         """The outcome of the last step; it stays readable after `fit`."""
-
-    def __repr__(self) -> str:
-        return f"NarrowcastPrecision({self.settings.policy!r})"
-
-    def __reduce__(self) -> Any:
-        """Copy the settings only: a copy is not connected to any model."""
-        return _rebuild, (vars(type(self)).get("plain_class", type(self)), self.settings)
-
-    @property
-    def run(self) -> Prepared:
-        """The prepared run. Raises outside of `fit`."""
-        return self._running.run
-
-    @property
-    def stats(self) -> Stats:
-        """Counts of applied and skipped steps, also after `fit`. Synchronises with the device."""
-        return self._stats if self._hosted is None else self._hosted.run.stats()
-
-    def ema_state_dict(self) -> dict[str, Tensor]:
-        """Return the EMA weights in fp32, during and after `fit`. Needs `ema_decay`."""
-        if self._hosted is not None:
-            return self._hosted.run.ema_state_dict()
-        if self._ema is None:
-            raise ConfigError(
-                "There are no EMA weights. Write NarrowcastPrecision(…, ema_decay=0.999) and call "
-                "fit() first."
-            )
-        return self._ema
 
     # Setting up and letting go
 
@@ -155,7 +86,7 @@ class NarrowcastPrecision:
             hosted.hold_scheduler(config.scheduler)
         if len(ours) > 1:
             self._undo.callback(_toggle_model_weights(module, lambda: self._running))
-        self._undo.callback(_release_first(trainer.strategy, self.release))
+        self._undo.callback(_release_first(trainer.strategy, self._release))
         return model, optimizers, lr_schedulers
 
     def _setup_fabric(self, fabric: Any, module: Any, optimizers: list[Any]) -> None:
@@ -169,7 +100,6 @@ class NarrowcastPrecision:
                 "one nn.ModuleDict and write fabric.setup(models, optimizer_1, optimizer_2), or "
                 "call release() on the plug-in first."
             )
-        self._fabric = fabric
         self._prepare(module._forward_module, [_unwrap(each) for each in optimizers])
         for each in optimizers:
             vars(each)["zero_grad"] = _unwrap(each).zero_grad
@@ -182,11 +112,11 @@ class NarrowcastPrecision:
         self._ema, self._is_evaluating = None, False
         return self._hosted
 
-    def release(self) -> None:
-        """Make the model plain fp32 again. A `Trainer` calls this when `fit` ends."""
+    def _release(self) -> None:
+        """Make the model plain fp32 again and keep what is read afterwards."""
         self._undo.close()
         hosted, self._hosted = self._hosted, None
-        self._host = self._trainer = self._fabric = None
+        self._host = self._trainer = None
         if hosted is None:
             return
         self._stats, self._progress = hosted.run.stats(), hosted.progress()
@@ -199,14 +129,7 @@ class NarrowcastPrecision:
 
     def teardown(self) -> None:
         """Release the model."""
-        self.release()
-
-    def hold_scheduler(self, scheduler: Any) -> None:
-        """Make `scheduler.step()` count for applied steps only. A `Trainer` does this for you.
-
-        Call it after `fabric.setup(model, optimizer)`.
-        """
-        self._running.hold_scheduler(scheduler)
+        self._release()
 
     # One step
 
@@ -298,7 +221,7 @@ class NarrowcastPrecision:
         hosted = self._running  # another one if a callback has added weights
         if self._host is not None:
             self._call_hooks(hosted, optimizer, model)
-        if hosted.has_gradients(optimizer):
+        if any(p.grad is not None for p in hosted.weights(optimizer)):
             self.outcome = hosted.step(optimizer)
             if self._trainer is not None:
                 self._log(hosted)
@@ -416,6 +339,89 @@ class NarrowcastPrecision:
         return self._hosted
 
 
+class NarrowcastPrecision(_HostInterface):
+    """Precision plug-in for Lightning's `Trainer` and for Fabric.
+
+    It works for `lightning.pytorch`, `pytorch_lightning` and `Fabric`; import the one you use
+    first. During `fit` the model trains in the policy's precision. Afterwards it is a plain fp32
+    model again. `trainer.validate`, `test` and `predict` outside of `fit` run the plain model.
+
+    Args:
+        policy: A preset name, policy text or `Policy`, as in `narrowcast.prepare`.
+        schedule: Policies by the step at which they begin, for example `{100: "bf16"}`.
+        health_every: Steps between readings of numeric statistics. 0: none.
+        **prepare_settings: Further arguments of `narrowcast.prepare`, such as `loss_scale`.
+
+    Raises:
+        ConfigError: An argument is invalid.
+
+    Example:
+        ```python
+        trainer = Trainer(plugins=[NarrowcastPrecision("bf16")], gradient_clip_val=1.0)
+        trainer.fit(module, loader)
+        ```
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> "NarrowcastPrecision":
+        """Make an object that every imported copy of Lightning accepts."""
+        plain: Any = cls
+        made: NarrowcastPrecision = object.__new__(_with_bases(plain, _loaded_bases()))
+        return made
+
+    def __init__(
+        self,
+        policy: AnyPolicy = "default",
+        *,
+        schedule: Mapping[int, AnyPolicy] | None = None,
+        health_every: int = 0,
+        **prepare_settings: Any,
+    ) -> None:
+        self._begin(
+            HostedSettings(
+                policy, schedule or {}, health_every=health_every, prepare=prepare_settings
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"NarrowcastPrecision({self.settings.policy!r})"
+
+    def __reduce__(self) -> Any:
+        """Copy the settings only: a copy is not connected to any model."""
+        return _rebuild, (vars(type(self)).get("plain_class", type(self)), self.settings)
+
+    @property
+    def run(self) -> Prepared:
+        """The prepared run. Raises outside of `fit`."""
+        return self._running.run
+
+    @property
+    def stats(self) -> Stats:
+        """Counts of applied and skipped steps, also after `fit`. Synchronises with the device."""
+        return self._stats if self._hosted is None else self._hosted.run.stats()
+
+    def ema_state_dict(self) -> dict[str, Tensor]:
+        """Return the EMA weights in fp32, during and after `fit`. Needs `ema_decay`."""
+        if self._hosted is not None:
+            return self._hosted.run.ema_state_dict()
+        if self._ema is None:
+            raise ConfigError(
+                "There are no EMA weights. Write NarrowcastPrecision(…, ema_decay=0.999) and call "
+                "fit() first."
+            )
+        return self._ema
+
+    def release(self) -> None:
+        """Make the model plain fp32 again. A `Trainer` does so when `fit` ends."""
+        self._release()
+
+    def hold_scheduler(self, scheduler: Any) -> None:
+        """Make `scheduler.step()` count for applied steps only. A `Trainer` does this for you.
+
+        Call it after `fabric.setup(model, optimizer)`.
+        """
+        self._running.hold_scheduler(scheduler)
+
+
 def _loaded_bases() -> tuple[type, ...]:
     """Return `Precision` of every imported copy of Lightning, or of the first installed one."""
     names = [name for name in _PACKAGES if name in sys.modules]
@@ -446,7 +452,7 @@ def _rebuild(plain: type, settings: HostedSettings) -> Any:
     return plugin
 
 
-def _host_class(plugin: NarrowcastPrecision, module: nn.Module) -> Any:
+def _host_class(plugin: _HostInterface, module: nn.Module) -> Any:
     """Return the `Precision` class of the copy of Lightning that a module is from."""
     roots = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     for kind in type(plugin).__mro__:
