@@ -1,6 +1,7 @@
 """Every feature twice: in a loop of our own and in an accelerate loop, bit for bit equal."""
 
 import copy
+import functools
 import itertools
 import pickle
 import socket
@@ -249,6 +250,39 @@ def test_model_and_optimizer_may_come_in_separate_calls():
         scheduler, loader = accelerator.prepare(scheduler, make_loader(batches))
         train(accelerator, (model, optimizer, scheduler), loader)
         assert_same(accelerator.get_state_dict(model), run.fp32_state_dict())
+
+
+def test_scheduler_may_be_built_from_the_prepared_optimizer():
+    accelerator = Accelerator("fp16", cpu=True)
+    model, optimizer, _ = make_parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    scheduler = accelerator.prepare(CosineAnnealingLR(optimizer, T_max=9))
+    batches = make_batches(count=3, bad=[0])
+    train(accelerator, (model, optimizer, scheduler), make_loader(batches))
+    assert scheduler.scheduler.last_epoch == 2
+    assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+
+
+def test_state_may_be_loaded_while_gradients_accumulate(tmp_path):
+    accelerator = Accelerator("fp16", gradient_accumulation_steps=2, cpu=True)
+    model, optimizer, scheduler = accelerator.prepare(*make_parts())
+    before = accelerator.get_state_dict(model)
+    accelerator.save_state(tmp_path)
+    x, y = make_batches(count=3)
+    loader = make_loader((x, y))
+    train(accelerator, (model, optimizer, scheduler), loader)  # ends inside an accumulation
+    accelerator.load_state(tmp_path)
+    assert_same(accelerator.get_state_dict(model), before)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("split_batches", [False, True])
+def test_accelerates_own_check_of_accumulation_passes(monkeypatch, capsys, split_batches):
+    from accelerate.test_utils.scripts import test_sync
+
+    ours = functools.partial(Accelerator, "fp32", cpu=True)
+    monkeypatch.setattr(test_sync, "Accelerator", ours)
+    test_sync.test_gradient_accumulation_with_opt_and_scheduler(split_batches)
 
 
 def gan_losses(generator, discriminator, noise, real):

@@ -115,7 +115,7 @@ class HostedOptimizer(_AcceleratedOptimizer):  # type: ignore[misc]
         return self.hosted.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a `state_dict()`."""
+        """Restore a `state_dict()`. Gradients of an unfinished accumulation are dropped."""
         if self.hosted is None:
             self.optimizer.load_state_dict(state_dict)
             return
@@ -125,6 +125,7 @@ class HostedOptimizer(_AcceleratedOptimizer):  # type: ignore[misc]
                 "accelerate.Accelerator, or load only its weights before accelerator.prepare()."
             )
         if _PART_OF_RUN not in state_dict:
+            self.hosted.run.zero_grad()
             self.hosted.load_state_dict(state_dict)
 
 
