@@ -211,6 +211,22 @@ def test_clip_grad_norm_returns_the_norm_without_the_loss_scale():
         torch.testing.assert_close(norm, expected, rtol=2**-9, atol=0)
 
 
+def test_norms_of_unfinished_accumulations_are_unscaled_and_clip_nothing():
+    x, y = make_batches(count=1)
+    plain = make_network()
+    (F.cross_entropy(plain(x), y) / 2).backward()
+    accelerator = Accelerator("fp16", gradient_accumulation_steps=2, cpu=True)
+    model, _optimizer, _ = accelerator.prepare(*make_parts())
+    with accelerator.accumulate(model):
+        accelerator.backward(F.cross_entropy(model(x), y))
+        for part, twin in ((model, plain), (model[0], plain[0])):
+            for kind in (2.0, float("inf")):
+                got = accelerator.clip_grad_norm_(part.parameters(), 1e-3, norm_type=kind)
+                grads = [p.grad for p in twin.parameters()]
+                want = torch.nn.utils.get_total_norm(grads, kind)
+                torch.testing.assert_close(got, want, rtol=2**-8, atol=0)
+
+
 def test_scheduler_moves_for_applied_steps_only():
     accelerator = Accelerator("bf16", cpu=True)
     model, optimizer, _ = make_parts()

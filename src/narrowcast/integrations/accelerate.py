@@ -389,8 +389,10 @@ class Accelerator(_Accelerator):  # type: ignore[misc]
                 if self.sync_gradients:
                     hosted.clip_norm(None if math.isinf(max_norm) else max_norm)
                 return gradient_norm(hosted)
-        if not self.sync_gradients:  # a loss scale may still be in them
-            return torch.nn.utils.get_total_norm(_gradients(selected), norm_type)
+        if not self.sync_gradients:
+            norms = [_partial_norm(each, chosen, norm_type) for each in runs]
+            total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+            return total
         for each in runs:
             each.unscale()
         norm: Tensor = self._clip_grad_norm_dtensor_aware(selected, max_norm, norm_type=norm_type)
@@ -651,8 +653,18 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return inner
 
 
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
+@torch.no_grad()
+def _partial_norm(hosted: HostedRun, chosen: set[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of the gradients of some weights, without their loss scale."""
+    engine = hosted.run.engine
+    present = [i for i in engine.weights.with_gradients() if engine.weights.all[i] in chosen]
+    if not present:
+        return torch.zeros((), device=engine.weights.device)
+    gradients, inv_scale = engine.weights.gradients(present), engine.scales.inv_scale(present)
+    norms = torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=torch.float32))
+    true_norms = norms if inv_scale is None else norms * inv_scale
+    total: Tensor = torch.linalg.vector_norm(true_norms, norm_type)
+    return total
 
 
 def _is_unbound(optimizer: Any) -> bool:
