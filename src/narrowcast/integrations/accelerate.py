@@ -389,7 +389,7 @@ class Accelerator(_Accelerator):  # type: ignore[misc]
                 if self.sync_gradients:
                     hosted.clip_norm(None if math.isinf(max_norm) else max_norm)
                 return gradient_norm(hosted)
-        if not self.sync_gradients:
+        if runs and not self.sync_gradients:
             norms = [_partial_norm(each, chosen, norm_type) for each in runs]
             total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
             return total
