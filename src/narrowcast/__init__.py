@@ -16,6 +16,9 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.health.diagnose.explain import explain as explain
     from narrowcast.health.monitor import monitor as monitor
     from narrowcast.integrations.accelerate import Accelerator as Accelerator
+    from narrowcast.integrations.transformers import TrainerMixin as TrainerMixin
+    from narrowcast.integrations.transformers import attach as attach
+    from narrowcast.integrations.transformers import trainer_precision as trainer_precision
     from narrowcast.precision.fused.linear_cross_entropy import (
         linear_cross_entropy as linear_cross_entropy,
     )
@@ -60,6 +63,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Audit": "health.audit",
     "Accelerator": "integrations.accelerate",
+    "TrainerMixin": "integrations.transformers",
+    "attach": "integrations.transformers",
+    "trainer_precision": "integrations.transformers",
     "PRESETS": "precision.plan.policy",
     "Hardware": "hardware",
     "EvalBatches": "training.task",
