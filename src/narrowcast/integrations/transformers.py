@@ -170,10 +170,15 @@ class TrainerMixin(_host):  # type: ignore[misc]
         """Create the optimizer and prepare the model, before accelerate wraps or compiles it."""
         self._nc_release()
         optimizer = _plain_optimizer(super().create_optimizer(*args, **kwargs))
-        hosted = HostedRun(self._nc_all_settings(), self.model, optimizer)
+        settings, restore_heads = self._nc_all_settings(), use_plan_in_fused_heads(self.model)
+        try:
+            hosted = HostedRun(settings, self.model, optimizer)
+        except BaseException:
+            restore_heads()
+            raise
         hosted.save_full_weights()
         self._nc_hosted, self.precision_run = hosted, hosted.run
-        self._nc_restore_heads = use_plan_in_fused_heads(hosted.run.model)
+        self._nc_restore_heads = restore_heads
         self.optimizer = _optimizer_class()(optimizer, hosted)
         self.accelerator.__dict__.update(
             backward=functools.partial(_backward, self.accelerator, hosted),
@@ -202,6 +207,13 @@ class TrainerMixin(_host):  # type: ignore[misc]
             return loss
         steps = 1 + self.state.global_step - self._globalstep_last_logged
         return torch.where(torch.isfinite(loss), loss, (self._tr_loss / steps).to(loss))
+
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a batch; trainers of TRL generate and score completions here."""
+        if self._nc_hosted is None or _is_trainers_own(super()._prepare_inputs):
+            return super()._prepare_inputs(*args, **kwargs)
+        with self._nc_hosted.autocast():
+            return super()._prepare_inputs(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one batch of an evaluation, including `generate`, in the policy's precision."""
@@ -279,8 +291,8 @@ class TrainerMixin(_host):  # type: ignore[misc]
         for name in ("backward", "autocast", "unscale_gradients"):
             self.accelerator.__dict__.pop(name, None)
         self.optimizer = self.callback_handler.optimizer = _plain_optimizer(self.optimizer)
-        self._nc_restore_heads()
         hosted.release()
+        self._nc_restore_heads()
 
 
 @functools.cache

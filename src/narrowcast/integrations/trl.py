@@ -25,7 +25,10 @@ _CHUNK_ELEMENTS = 2**26
 
 
 def use_plan_in_fused_heads(model: nn.Module) -> Callable[[], None]:
-    """Make the fused LM heads that TRL gave to a model use the plan; return how to undo it."""
+    """Make the fused LM heads that TRL gave to a model use the plan; return how to undo it.
+
+    Call it before `prepare`, which moves the forward of an object elsewhere.
+    """
     replaced: list[tuple[nn.Module, Any]] = []
     for module in model.modules():
         forward = vars(module).get("forward")
