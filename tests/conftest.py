@@ -7,6 +7,7 @@ import pkgutil
 import random
 import signal
 import subprocess
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -149,6 +150,15 @@ def _waiting_is_allowed_again() -> Iterator[None]:
     yield
     if torch.cuda.is_initialized():
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    """Let no test leave accelerate's settings, one set per process, to those that follow."""
+    yield
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 @pytest.fixture

@@ -25,15 +25,6 @@ POLICIES = ["fp32", "fp16", "bf16, params=bf16, master=split", "fp8-delayed"]
 NARROW = "bf16, params=bf16, master=split"
 
 
-@pytest.fixture(autouse=True)
-def _fresh_state():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def make_network(seed=0, inputs=16, outputs=4):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(inputs, 32), nn.ReLU(), nn.Linear(32, outputs))

@@ -129,8 +129,6 @@ def test_full_weights_of_a_fabric_module_are_full_under_the_names_it_saves():
 
 def with_accelerate(trained, **settings):
     accelerate = pytest.importorskip("accelerate")
-    # One for the process: a Trainer of another test may have left it in bf16.
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="no")
     model, optimizer = classifier()
     called, wrapped = accelerator.prepare(model, optimizer)
