@@ -47,6 +47,7 @@ def preload() -> None:
     import narrowcast
 
     torch.set_num_threads(1)
+    sys.modules["pyarrow"] = None  # type: ignore[assignment]  # its import starts a thread
     for module in pkgutil.walk_packages(narrowcast.__path__, "narrowcast."):
         if not any(name in module.name for name in _LEFT_OUT):
             importlib.import_module(module.name)
@@ -62,6 +63,7 @@ def preload() -> None:
     from narrowcast.runner.run import plan_recipe
 
     plan_recipe("quickstart")  # brings in what torch imports when it is first used
+    del sys.modules["pyarrow"]
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: a fork would have one of them"
     gc.collect()
