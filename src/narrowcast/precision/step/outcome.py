@@ -120,9 +120,9 @@ class Outcome:
 
     @property
     def lost_updates(self) -> float | None:
-        """Fraction of weights whose update rounded to zero; None if not measured."""
+        """Fraction of weights whose update rounded to zero; None if not measured or the LR is 0."""
         numbers = self._numbers
-        return numbers.lost if self._metered and numbers.finite else None
+        return numbers.lost if self._metered and numbers.finite and self.lr != 0 else None
 
     @property
     def at_floor(self) -> bool:
