@@ -72,6 +72,21 @@ def test_accelerate_loop_learns_and_skips_one_step_per_epoch(run_example):
     assert "4 steps skipped" in output
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_trainer_learns_and_saves_what_transformers_loads(run_example):
+    output = run_example("trainer.py")
+    first, *_, last = map(float, re.findall(r": loss (\S+),", output))
+    assert last < 0.75 * first
+    assert "40 steps applied, saved as torch.float32" in output
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sft_trainer_of_trl_learns(run_example):
+    output = run_example("trl_sft.py")
+    first, *_, last = map(float, re.findall(r": loss (\S+),", output))
+    assert last < 0.95 * first
+
+
 def test_lightning_trains_in_fp8_and_resumes(run_example):
     output = run_example("lightning_trainer.py")
     accuracy, applied, tried = re.search(r"accuracy (\S+), (\d+) of (\d+) steps", output).groups()
