@@ -6,9 +6,11 @@ import re
 
 import click
 import pytest
+import yaml
 
 from narrowcast.cli.entry import narrowcast as group
 from narrowcast.cli.entry import run_command
+from narrowcast.integrations.hosted_run import HostedSettings
 from narrowcast.workloads import REGISTRY, load_recipe, recipe_files
 
 
@@ -55,9 +57,18 @@ def test_both_sides_of_a_diff_are_python(docs, page):
 
 def test_a_recipe_that_is_shown_is_a_recipe(docs, page, tmp_path):
     for language, body, _ in docs.blocks(page):
-        if language == "yaml":
+        if language == "yaml" and not body.startswith("plugins:"):
             (tmp_path / "shown.yaml").write_text(body, encoding="utf-8")
             assert load_recipe(tmp_path / "shown.yaml").recipe.workload in REGISTRY.names
+
+
+def test_the_axolotl_config_that_is_shown_has_settings_of_attach(docs):
+    page = docs.DOCS / "migrate" / "transformers.md"
+    (body,) = (body for language, body, _ in docs.blocks(page) if language == "yaml")
+    assert len(body.splitlines()) == 6
+    settings = yaml.safe_load(body)["narrowcast"]
+    policy, every = settings.pop("policy"), settings.pop("health_every")
+    HostedSettings(policy=policy, health_every=every, prepare=settings)  # raises for unknown names
 
 
 def test_every_command_that_is_shown_can_be_typed(docs, page):
