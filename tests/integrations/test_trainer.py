@@ -237,21 +237,61 @@ def test_logged_loss_equals_that_of_the_filter_of_trainer(arguments, digits):
     assert args.logging_nan_inf_filter
 
 
-def test_callbacks_see_unscaled_gradients(arguments, digits):
-    class Reader(transformers.TrainerCallback):
+@pytest.mark.parametrize("policy", ["fp32", "fp16", SPLIT])
+def test_callbacks_edit_clipped_gradients_as_in_trainer(arguments, digits, policy):
+    class Editor(transformers.TrainerCallback):
         def __init__(self):
             self.norms = []
 
         def on_pre_optimizer_step(self, args, state, control, model=None, **_):
             grads = [p.grad.float() for p in model.parameters()]
             self.norms.append(torch.nn.utils.get_total_norm(grads).item())
+            for p in model.parameters():
+                p.grad.mul_(2)
 
-    reader = Reader()
-    trainer = transformers.Trainer(
-        model=Digits(), args=arguments(), train_dataset=digit_rows(digits), callbacks=[reader]
-    )
-    attach(trainer, "fp16").train()
-    assert reader.norms == pytest.approx(logged(trainer, "grad_norm"), rel=1e-5)
+    def trained(policy):
+        editor, rows = Editor(), digit_rows(digits)
+        args = arguments(max_grad_norm=0.1, optim="sgd")
+        trainer = transformers.Trainer(
+            model=Digits(), args=args, train_dataset=rows, callbacks=[editor]
+        )
+        (trainer if policy is None else attach(trainer, policy)).train()
+        return trainer, editor.norms
+
+    plain, expected = trained(None)
+    trainer, norms = trained(policy)
+    assert norms == pytest.approx(expected, rel=2**-6)
+    assert logged(trainer, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=2**-6)
+    if policy == "fp32":
+        assert_equal_weights(trainer.model, plain.model)
+
+
+class OwnSchedule(transformers.Trainer):
+    """A trainer whose methods set attributes and return nothing, as `Trainer` allows."""
+
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer or self.optimizer, 2)
+
+
+class OwnScheduleOverMixin(TrainerMixin, transformers.Trainer):
+    precision = "fp16"
+    create_optimizer = OwnSchedule.create_optimizer
+    create_scheduler = OwnSchedule.create_scheduler
+
+
+@pytest.mark.parametrize("kind", [OwnSchedule, OwnScheduleOverMixin])
+def test_own_optimizer_and_scheduler_methods_are_used(arguments, digits, kind):
+    rows = digit_rows(digits, bad=20)  # the third step
+    trainer = kind(model=Digits(), args=arguments(), train_dataset=rows)
+    if kind is OwnSchedule:
+        attach(trainer, "fp16")
+    trainer.train()
+    assert type(trainer.optimizer) is torch.optim.SGD
+    assert trainer.precision_run.steps_applied == 5
+    assert trainer.lr_scheduler.last_epoch == 5
 
 
 def test_best_model_is_loaded_and_train_can_be_called_again(arguments, digits):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.health.monitor import Monitor, monitor
 from narrowcast.integrations.finding_text import Tell, sentence
-from narrowcast.integrations.hosted_run import HostedRun, HostedSettings
+from narrowcast.integrations.hosted_run import HostedRun, HostedSettings, gradient_norm
 from narrowcast.integrations.trl import use_plan_in_fused_heads
 from narrowcast.precision.plan.policy import AnyPolicy, Policy
 from narrowcast.precision.step.prepared import Prepared
@@ -169,7 +169,19 @@ class TrainerMixin(_host):  # type: ignore[misc]
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer and prepare the model, before accelerate wraps or compiles it."""
         self._nc_release()
-        optimizer = _plain_optimizer(super().create_optimizer(*args, **kwargs))
+        super().create_optimizer(*args, **kwargs)  # an own one need not return it
+        self._nc_prepare(self.optimizer)
+        return self.optimizer
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, **kwargs: Any) -> nn.Module:
+        """Prepare the model if a subclass has a `create_optimizer` that does not call this one."""
+        if training and self._nc_hosted is None and self.optimizer is not None:
+            self._nc_prepare(self.optimizer)
+        wrapped: nn.Module = super()._wrap_model(model, training=training, **kwargs)
+        return wrapped
+
+    def _nc_prepare(self, optimizer: Any) -> None:
+        optimizer = _plain_optimizer(optimizer)
         settings, restore_heads = self._nc_all_settings(), use_plan_in_fused_heads(self.model)
         try:
             hosted = HostedRun(settings, self.model, optimizer)
@@ -185,14 +197,13 @@ class TrainerMixin(_host):  # type: ignore[misc]
             autocast=lambda *_, **__: hosted.autocast(),
             unscale_gradients=lambda *_, **__: hosted.unscale(),
         )
-        return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Create the scheduler, which from now on moves only for applied steps."""
-        scheduler = super().create_scheduler(*args, **kwargs)
+        super().create_scheduler(*args, **kwargs)
         if self._nc_hosted is not None:
-            self._nc_hosted.hold_scheduler(scheduler)
-        return scheduler
+            self._nc_hosted.hold_scheduler(self.lr_scheduler)
+        return self.lr_scheduler
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
         """Return the context manager of forward passes and losses."""
@@ -205,6 +216,7 @@ class TrainerMixin(_host):  # type: ignore[misc]
         loss = super().training_step(*args, **kwargs)
         if self._nc_hosted is None:
             return loss
+        self._nc_hosted.hold_scheduler(self.lr_scheduler)  # of an own `create_scheduler`
         steps = 1 + self.state.global_step - self._globalstep_last_logged
         return torch.where(torch.isfinite(loss), loss, (self._tr_loss / steps).to(loss))
 
@@ -229,6 +241,11 @@ class TrainerMixin(_host):  # type: ignore[misc]
             if hosted is not None:
                 hosted.unscale()
             return super()._clip_grad_norm(model)
+        if self._nc_callbacks_read_gradients():  # they run after the clipping
+            hosted.unscale()
+            norm = gradient_norm(hosted)
+            nn.utils.clip_grads_with_norm_(hosted.weights(), self.args.max_grad_norm, norm)
+            return norm
         hosted.clip_norm(self.args.max_grad_norm)
         return None
 
@@ -237,7 +254,7 @@ class TrainerMixin(_host):  # type: ignore[misc]
         hosted = self._nc_hosted
         if hosted is None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
-        if any(map(_reads_gradients, self.callback_handler.callbacks)):
+        if self._nc_callbacks_read_gradients():
             hosted.unscale()
         return grad_norm
 
@@ -272,6 +289,9 @@ class TrainerMixin(_host):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         self._nc_release()  # what is loaded must not be replaced by master weights
         super()._load_best_model()
+
+    def _nc_callbacks_read_gradients(self) -> bool:
+        return any(map(_reads_gradients, self.callback_handler.callbacks))
 
     def _nc_all_settings(self) -> HostedSettings:
         settings = self._nc_settings
