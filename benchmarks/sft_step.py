@@ -11,8 +11,9 @@ them and multiply in bf16 (autocast), narrowcast keeps them as bf16 with the dig
 A base under adapters is bf16.
 
 - Trainer: bf16=True and nothing else. Its rows are plain, so that its documents see one another.
-- trl: gradient checkpointing off, Liger kernels on, packing as said in `sft_contenders/peers.py`;
-  the fastest that runs, whether it keeps documents apart or not, is what others are compared with.
+- trl: 1.16 or newer with its own fused LM head, gradient checkpointing off, Liger's layer kernels
+  where Liger is installed, packing as said in `sft_contenders/peers.py`, compiled or not. The
+  fastest that runs, whether it keeps documents apart or not, is what others are compared with.
 - narrowcast: documents kept apart; compiled block by block and captured, unless the name says else.
 
 Each is a process of its own. Several warm up side by side and are then measured one at a time:
@@ -39,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from narrowcast.runs import describe_machine
 from sft_contenders.clock import Clock
 from sft_contenders.ours import OURS, run_ours
-from sft_contenders.peers import TRAINER, TRL, run_trainer, run_trl
+from sft_contenders.peers import TRAINER, TRL, package_version, run_trainer, run_trl
 from sft_contenders.settings import SHAPES, packed_rows
 
 FASTER_THAN_TRL, FASTER_THAN_TRAINER = 1.15, 1.3
@@ -251,7 +252,9 @@ def main() -> None:
     table(rows)
     if options.json:
         asked = {"faster_than_trl": FASTER_THAN_TRL, "faster_than_trainer": FASTER_THAN_TRAINER}
-        figures = {"environment": environment, "asked": asked, "steps": options.steps, "rows": rows}
+        packages = {name: package_version(name) for name in ("transformers", "trl", "liger-kernel")}
+        figures = {"environment": environment, "packages": packages, "asked": asked}
+        figures |= {"steps": options.steps, "rows": rows}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 

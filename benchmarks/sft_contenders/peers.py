@@ -1,4 +1,6 @@
-"""transformers' Trainer as it comes, and TRL's SFTTrainer with Liger kernels.
+"""transformers' Trainer as it comes, and TRL's SFTTrainer with its own fused LM head.
+
+TRL also gets Liger's kernels for norms, rotary positions and MLPs, where Liger is installed.
 
 Rows come packed and in one order; neither packs or shuffles. TRL keeps documents apart only where
 it lays a batch out as one row (`bfd`) and the attention knows lengths: without flash-attn that is
@@ -7,9 +9,12 @@ FlexAttention. Its other way (`wrapped`) gives rows to torch's fastest attention
 
 import tempfile
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
@@ -37,6 +42,8 @@ TRL = {
     "trl, wrapped, bf16 weights": Trl(pure=True),
 }
 TRAINER = "Trainer"
+FUSED_HEAD_SINCE = "1.16"
+"""TRL replaces the LM head and its loss by a fused kernel of its own since this version."""
 
 
 def run_trainer(
@@ -52,8 +59,10 @@ def run_trainer(
         for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(**_common(folder, shape, steps, device))
-        trainer = _timed(Trainer, clock)(model=model, args=arguments, train_dataset=plain)
+        arguments = TrainingArguments(
+            **common_arguments(folder, rows=shape.rows, steps=steps, device=device)
+        )
+        trainer = with_timing(Trainer, clock)(model=model, args=arguments, train_dataset=plain)
         trainer.train()
     return {"attention": str(model.config._attn_implementation), "optimizer": _optimizer(trainer)}
 
@@ -71,7 +80,9 @@ def run_trl(
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
+    check_trl_version()
     how = TRL[name]
+    liger = device != "cpu" and find_spec("liger_kernel") is not None
     model = built_model(shape, tune, device)
     if how.pure:
         model.to(torch.bfloat16)
@@ -81,7 +92,7 @@ def run_trl(
         columns["seq_lengths"] = [_lengths(row) for row in rows["position_ids"]]
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
-            **_common(folder, shape, steps, device),
+            **common_arguments(folder, rows=shape.rows, steps=steps, device=device),
             packing=True,
             packing_strategy=how.strategy,
             max_length=shape.length,
@@ -89,24 +100,46 @@ def run_trl(
             # It makes tensors of lists, which takes as long as a step of a small model.
             dataloader_num_workers=0 if device == "cpu" else 2,
             gradient_checkpointing=False,  # it is on unless told
-            use_liger_kernel=device != "cpu",
+            use_liger_kernel=liger,  # norms, rotary positions and MLPs; the LM head is TRL's
             torch_compile=how.compiled,
         )
-        trainer = _timed(SFTTrainer, clock)(
+        trainer = with_timing(SFTTrainer, clock)(
             model=model,
             args=arguments,
             train_dataset=Dataset.from_dict(columns),
-            processing_class=_tokenizer(),
+            processing_class=tokenizer_for_tokens(),
             peft_config=adapters() if tune == "lora" else None,
         )
         trainer.train()
-    return {"attention": how.attention, "optimizer": _optimizer(trainer)}
+    return {
+        "attention": how.attention,
+        "optimizer": _optimizer(trainer),
+        "liger": liger,
+    }
 
 
-def _common(folder: str, shape: Shape, steps: int, device: str) -> dict[str, Any]:
+def package_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def check_trl_version() -> None:
+    """Raise if TRL has no fused LM head of its own."""
+    installed = version("trl")
+    if Version(installed) < Version(FUSED_HEAD_SINCE):
+        raise RuntimeError(
+            f"The comparison needs TRL {FUSED_HEAD_SINCE} or newer, which has its own fused LM "
+            f"head, got {installed}. Run: pip install 'trl>={FUSED_HEAD_SINCE}'"
+        )
+
+
+def common_arguments(folder: str, *, rows: int, steps: int, device: str) -> dict[str, Any]:
+    """Return the arguments that transformers' Trainer and TRL's SFTTrainer share."""
     return {
         "output_dir": folder,
-        "per_device_train_batch_size": shape.rows,
+        "per_device_train_batch_size": rows,
         "max_steps": steps,
         "bf16": True,
         "learning_rate": LR,
@@ -122,7 +155,7 @@ def _common(folder: str, shape: Shape, steps: int, device: str) -> dict[str, Any
     }
 
 
-def _timed(trainer: type, clock: Clock) -> type:
+def with_timing(trainer: type, clock: Clock) -> type:
     """Return a trainer that takes rows in their order and tells when a step has been queued."""
     from transformers import TrainerCallback
 
@@ -156,7 +189,7 @@ def _lengths(positions: Tensor) -> list[int]:
     return lengths
 
 
-def _tokenizer() -> Any:
+def tokenizer_for_tokens() -> Any:
     """Rows are tokens already; TRL asks for one all the same."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
