@@ -65,7 +65,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         self._process = context.Process(
             target=runpy.run_path, args=(__file__, {"order": order}, _FORKED)
         )
-        with _server_settings():
+        with server_settings():
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -103,7 +103,7 @@ def _can_be_forked(settings: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _server_settings() -> Iterator[None]:
+def server_settings() -> Iterator[None]:
     """Set what the server inherits if it is about to start: one thread, no interpreted kernels."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
     before = dict(os.environ)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.plan.tasks import TaskPrecision as TaskPrecision
     from narrowcast.precision.plan.tasks import apply_task as apply_task
     from narrowcast.precision.plan.tasks import optimal_precision as optimal_precision
-    from narrowcast.precision.step.outcome import Outcome as Outcome
+    from narrowcast.precision.step.prepared import Outcome as Outcome
     from narrowcast.precision.step.prepared import Prepared as Prepared
     from narrowcast.precision.step.prepared import prepare as prepare
     from narrowcast.precision.weights.frozen_base import dequantize_frozen as dequantize_frozen
@@ -51,6 +51,9 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.strategies.hybrid.loop import HybridRun as HybridRun
     from narrowcast.strategies.hybrid.loop import hybrid as hybrid
     from narrowcast.training.checkpoints.data_identity import fingerprint as fingerprint
+    from narrowcast.training.checkpoints.run_checkpoint import PendingSave as PendingSave
+    from narrowcast.training.checkpoints.run_checkpoint import load_checkpoint as load_checkpoint
+    from narrowcast.training.checkpoints.run_checkpoint import save_checkpoint as save_checkpoint
     from narrowcast.training.task import EvalBatches as EvalBatches
     from narrowcast.training.task import Hook as Hook
     from narrowcast.training.task import LossParts as LossParts
@@ -102,6 +105,9 @@ _HOMES = {
     "plan": "precision.plan.plan:make_plan",
     "plan_recipe": "runner.run",
     "policy": "precision.plan.policy:policy_from",
+    "PendingSave": "training.checkpoints.run_checkpoint",
+    "load_checkpoint": "training.checkpoints.run_checkpoint",
+    "save_checkpoint": "training.checkpoints.run_checkpoint",
     "prepare": "precision.step.prepared",
     "detect_hardware": "hardware",
     "resume": "runner.run",

@@ -31,7 +31,9 @@ from narrowcast.precision.step.checks import (
     check_settings,
 )
 from narrowcast.precision.step.engine import Engine, dropped_on_failure, give_back_gradients
-from narrowcast.precision.step.outcome import Outcome
+from narrowcast.precision.step.outcome import (
+    Outcome as Outcome,  # also from here: the package imports few modules
+)
 from narrowcast.precision.step.saved_state import collect_state, load_state
 from narrowcast.precision.step.step_log import AnyScheduler, Schedules, Stats
 from narrowcast.precision.step.weight_swap import swapped_in

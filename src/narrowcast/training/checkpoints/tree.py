@@ -5,6 +5,7 @@ What JSON lacks (tuples, keys that are numbers, inf) is an object with one key t
 
 import math
 import re
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from narrowcast.runs.writing import sync_file
 
+GetName = Callable[[Tensor, tuple[object, ...]], str]
+"""Returns a name for the tensor at a path in a state."""
+
 
 def flatten(state: Any, *, copied: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Return `state` with names in place of tensors, and the tensors by name, on the CPU.
@@ -22,10 +26,15 @@ def flatten(state: Any, *, copied: bool = False) -> tuple[Any, dict[str, Tensor]
     may then change. Synchronises.
     """
     stored = _SavedTensors(copied=copied)
-    return _flatten(state, stored, path=()), stored.tensors
+    return flatten_named(state, stored.unique_name), stored.tensors
 
 
-def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
+def flatten_named(state: Any, get_name: GetName) -> Any:
+    """Return `state` with names in place of tensors, each the name that `get_name` returns."""
+    return _flatten(state, get_name, path=())
+
+
+def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the state that `flatten` was given."""
     if isinstance(tree, list):
         return [unflatten(item, tensors) for item in tree]
@@ -43,6 +52,15 @@ def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
     return {key: unflatten(value, tensors) for key, value in tree.items()}
 
 
+def joined_name(path: tuple[object, ...], taken: Container[str]) -> str:
+    """Return a name for the tensor at `path` that no other has."""
+    name = "/".join(str(key) for key in path)
+    # Taken by the key 3 when this is the key "3" of one dict; or a word of safetensors' own.
+    while name in taken or name in ("", "__metadata__"):
+        name += "'"
+    return name
+
+
 class _SavedTensors:
     """The tensors so far, each memory once and under its own name."""
 
@@ -56,10 +74,7 @@ class _SavedTensors:
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and memory in self._names:
             return self._names[memory]
-        name = "/".join(str(key) for key in path)
-        # Taken by the key 3 when this is the key "3" of one dict; or a word of safetensors' own.
-        while name in self.tensors or name in ("", "__metadata__"):
-            name += "'"
+        name = joined_name(path, self.tensors)
         copy = tensor.detach().cpu().contiguous()
         storage = copy.untyped_storage().data_ptr()
         own = not self._copied or storage != tensor.untyped_storage().data_ptr()
@@ -71,21 +86,23 @@ class _SavedTensors:
         return name
 
 
-def _flatten(state: Any, saved: _SavedTensors, path: tuple[object, ...]) -> Any:
+def _flatten(state: Any, get_name: GetName, path: tuple[object, ...]) -> Any:
     match state:
         case None | bool() | str() | int():
             return state
         case float():
             return float(state) if math.isfinite(state) else {"$float": str(float(state))}
         case Tensor():
-            return {"$tensor": saved.unique_name(state, path)}
+            return {"$tensor": get_name(state, path)}
         case list():
-            return [_flatten(item, saved, (*path, i)) for i, item in enumerate(state)]
+            return [_flatten(item, get_name, (*path, i)) for i, item in enumerate(state)]
         case tuple():
-            return {"$tuple": [_flatten(item, saved, (*path, i)) for i, item in enumerate(state)]}
+            return {
+                "$tuple": [_flatten(item, get_name, (*path, i)) for i, item in enumerate(state)]
+            }
         case dict():
             items = [
-                (_checked_key(key, path), _flatten(value, saved, (*path, key)))
+                (_checked_key(key, path), _flatten(value, get_name, (*path, key)))
                 for key, value in state.items()
             ]
             if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):

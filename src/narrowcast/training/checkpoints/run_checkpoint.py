@@ -1,0 +1,191 @@
+"""`save_checkpoint` and `load_checkpoint`: a prepared run in a loop of your own, on any ranks."""
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor
+
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
+from narrowcast.precision.step.engine import Engine
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.step.saved_state import (
+    OUTLINE,
+    collect_state,
+    load_state,
+    state_outline,
+)
+from narrowcast.precision.weights.multi_optimizer import member_optimizers
+from narrowcast.training.checkpoints.ranks import Ranks
+from narrowcast.training.checkpoints.sharded import (
+    read_sharded,
+    take_sharded_snapshot,
+    write_sharded,
+)
+from narrowcast.training.checkpoints.tree import flatten_named, joined_name
+
+RUN, EXTRA = "run", "extra"
+"""The parts of such a checkpoint."""
+
+
+@final
+class PendingSave:
+    """A checkpoint that may still be written in the background."""
+
+    def __init__(self, path: Path, writing: Future[int]) -> None:
+        self.path, self._writing = path, writing
+
+    @property
+    def done(self) -> bool:
+        """Whether it is written, or failed."""
+        return self._writing.done()
+
+    def wait(self) -> int:
+        """Wait until the checkpoint is complete, and return its size in bytes.
+
+        Raises:
+            CheckpointError: It could not be written. The one before is unchanged.
+        """
+        return self._writing.result()
+
+
+_PENDING: "weakref.WeakKeyDictionary[Engine, PendingSave]" = weakref.WeakKeyDictionary()
+"""The last save of each run that was not waited for."""
+
+
+def save_checkpoint(
+    run: Prepared,
+    folder: str | Path,
+    *,
+    extra: dict[str, Any] | None = None,
+    background: bool = False,
+) -> PendingSave:
+    """Save a run to a folder, with or without a process group.
+
+    With a process group, every rank must call it with the same folder, which all ranks share. Each
+    rank writes its shards. What all ranks hold alike is written once. An older checkpoint in the
+    folder is replaced when the new one is complete.
+
+    Args:
+        run: The prepared run.
+        folder: The checkpoint. Its parent may hold other checkpoints.
+        extra: Plain values and tensors to save with it, such as the position in the data and the
+            state of random generators. They may differ by rank.
+        background: Return when everything is copied to the host, and write in a thread. The next
+            save or load waits for it. Call `wait()` before you end the process group.
+
+    Returns:
+        The save, which is complete unless `background` is set.
+
+    Raises:
+        CheckpointError: A rank could not write. All ranks raise.
+        ConfigError: `extra` has a value that is neither plain nor a tensor.
+        UnsupportedError: The optimizer state or the process group is not supported.
+    """
+    path, ranks = _absolute(folder), Ranks()
+    _wait_for_last(run.engine)
+    if background and not ranks.has_own_group:
+        raise UnsupportedError(
+            "background=True needs a process group with gloo beside the one of training. Write "
+            "background=False."
+        )
+    state = {RUN: ranks.together(partial(_collect, run)), EXTRA: extra or {}}
+    try:
+        taken = take_sharded_snapshot(state, ranks, copied=background)
+    except TypeError as error:
+        raise ConfigError(f"{error}. Pass plain values and tensors.") from error
+    if not background:
+        done = Future[int]()
+        done.set_result(write_sharded(taken, path, ranks))
+        return PendingSave(path, done)
+    thread = ThreadPoolExecutor(1, "checkpoint")
+    pending = PendingSave(path, thread.submit(write_sharded, taken, path, ranks))
+    thread.shutdown(wait=False)
+    _PENDING[run.engine] = pending
+    return pending
+
+
+def load_checkpoint(run: Prepared, folder: str | Path) -> dict[str, Any]:
+    """Restore a run from a folder that `save_checkpoint` wrote, on any number of ranks.
+
+    The run must be prepared with the same model, optimizer and settings, but it may be sharded in
+    another way or not at all. With a process group, every rank must call it.
+
+    Args:
+        run: The prepared run.
+        folder: The checkpoint.
+
+    Returns:
+        `extra` as this rank saved it. With more ranks than before, rank r gets that of rank r
+        modulo the saved number of ranks.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or of another run. All ranks raise.
+    """
+    ranks = Ranks()
+    _wait_for_last(run.engine)
+    like = ranks.together(partial(_targets, run))
+    state = read_sharded(_absolute(folder), ranks, like=like, largest=_is_amax)
+    if not isinstance(state, dict) or state.keys() != {RUN, EXTRA}:
+        raise CheckpointError(
+            f"{folder} is a checkpoint, but not one of save_checkpoint(). Resume it with the "
+            "program that wrote it."
+        )
+    mine = state[RUN]
+    mine[OUTLINE] = state_outline(mine)
+    ranks.together(partial(load_state, run.engine, mine))
+    extra: dict[str, Any] = state[EXTRA]
+    return extra
+
+
+def run_targets(state: dict[str, Any], *, name: str) -> dict[str, Tensor]:
+    """Return the tensors of a run's state by the names they are saved under."""
+    targets = dict[str, Tensor]()
+
+    def note(tensor: Tensor, path: tuple[object, ...]) -> str:
+        saved = joined_name(path, targets)
+        targets[saved] = tensor
+        return saved
+
+    flatten_named({name: state}, note)
+    return targets
+
+
+def _collect(run: Prepared) -> dict[str, Any]:
+    run.engine.weights.ownership.check_not_swapped(doing="save_checkpoint()")
+    state = collect_state(run.engine)
+    return {part: value for part, value in state.items() if part != OUTLINE}
+
+
+def _targets(run: Prepared) -> Callable[[str], Tensor | None]:
+    """Return a function from the name of a saved tensor to the one that it is loaded into."""
+    run.engine.weights.ownership.check_not_swapped(doing="load_checkpoint()")
+    weights = run.engine.weights
+    targets = run_targets(collect_state(run.engine), name=RUN)
+    # A run that has taken no step has no moments yet, and no leads.
+    for i, weight in enumerate(weights.all):
+        targets.setdefault(f"{RUN}/lookahead/leads/{i}", weight)
+    moments = {
+        f"{RUN}/optimizer/{number}/state/{i}": weight
+        for number, each in enumerate(member_optimizers(weights.optimizer))
+        for i, weight in enumerate(weights.held[each])
+    }
+    return lambda name: targets.get(name, moments.get(name.rpartition("/")[0]))
+
+
+def _is_amax(name: str) -> bool:
+    """Return whether a tensor is part of the amax histories, which are of each rank's own data."""
+    return name.startswith(f"{RUN}/amax/")
+
+
+def _wait_for_last(engine: Engine) -> None:
+    pending = _PENDING.pop(engine, None)
+    if pending is not None:
+        pending.wait()
+
+
+def _absolute(folder: str | Path) -> Path:
+    return Path(folder).expanduser().absolute()
