@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 import narrowcast as nc
 from narrowcast.numerics import E4M3, FP16, cast, cast_counts, round_to
-from narrowcast.precision.gradients.check import check_gradients
+from narrowcast.precision.gradients.check import check_norms, gradient_norms
 from narrowcast.precision.gradients.loss_scale import LossScale, RunningScale
 from narrowcast.runs import describe_machine
 from narrowcast.training.setup import prepare_recipe
@@ -151,7 +151,7 @@ def bench_gradients(repeats: int) -> list[Row]:
         "torch: unscale and check (GradScaler's kernel)": lambda: (
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, one)
         ),
-        "ours: check and norm": lambda: check_gradients(gradients, inverse),
+        "ours: check and norm": lambda: check_norms(gradient_norms(gradients), inverse),
         "ours: unscale": lambda: torch._foreach_mul_(gradients, one),
         "torch: clip_grad_norm_": lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9),
     }

@@ -26,7 +26,7 @@ import narrowcast as nc
 from device_time import queued_seconds
 from narrowcast.kernels.adamw.kernel import AdamKernel, Tiling
 from narrowcast.kernels.grad_norm import NormKernel
-from narrowcast.precision.gradients.check import check_gradients, clip_factor
+from narrowcast.precision.gradients.check import clip_factor
 from narrowcast.runs import describe_machine
 
 DEVICE = torch.device("cuda")
@@ -104,13 +104,14 @@ class Ours:
             p.grad = gradient
 
     def norm(self) -> Tensor:
-        return self.weights.norms(self.gradients)
+        assert self.weights.fused is not None
+        return self.weights.fused.norms(self.gradients)
 
     def update(self, *, metered: bool = False) -> None:
         self.weights.update(self.present, factor=self.scale, finite=self.finite, metered=metered)
 
     def whole(self) -> None:
-        checked = check_gradients(self.gradients, self.scale, take_norms=self.weights.norms)
+        checked = self.weights.check_gradients(self.present, self.scale)
         factor = clip_factor(checked.norm, 1.0) * self.scale
         self.weights.update(self.present, factor=factor, finite=checked.finite, metered=False)
 

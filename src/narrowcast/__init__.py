@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.plan.tasks import TaskPrecision as TaskPrecision
     from narrowcast.precision.plan.tasks import apply_task as apply_task
     from narrowcast.precision.plan.tasks import optimal_precision as optimal_precision
+    from narrowcast.precision.sharding import fully_shard as fully_shard
     from narrowcast.precision.step.prepared import Outcome as Outcome
     from narrowcast.precision.step.prepared import Prepared as Prepared
     from narrowcast.precision.step.prepared import prepare as prepare
@@ -95,6 +96,7 @@ _HOMES = {
     "Workload": "config.workload",
     "apply_task": "precision.plan.tasks",
     "audit": "health.audit",
+    "fully_shard": "precision.sharding",
     "fingerprint": "training.checkpoints.data_identity",
     "explain": "health.diagnose.explain",
     "hybrid": "strategies.hybrid.loop",

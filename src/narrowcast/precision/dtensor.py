@@ -19,34 +19,46 @@ def as_sharded(tensor: Tensor) -> Any:
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
 
+def shard_index(tensor: Tensor) -> int:
+    """Return the number of this rank's part among those of a sharded tensor; 0 without shards."""
+    sharded, index = as_sharded(tensor), 0
+    if sharded is None:
+        return 0
+    coordinate = sharded.device_mesh.get_coordinate() or [0] * sharded.device_mesh.ndim
+    sizes = zip(coordinate, sharded.device_mesh.shape, sharded.placements, strict=True)
+    for position, size, placement in sizes:
+        if placement.is_shard():
+            index = index * size + position
+    return index
+
+
 def check_sharded(
-    model: nn.Module, formats: Mapping[nn.Parameter, str], *, fused: bool, path: str
+    model: nn.Module, formats: Mapping[nn.Parameter, str], *, grads_format: str
 ) -> None:
     """Raise if sharded weights cannot be trained in these storage formats."""
     if _modules(model, "FullyShardedDataParallel"):
         raise UnsupportedError(
             "FullyShardedDataParallel (FSDP1) flattens the weights, and each process would see "
-            "only the gradients of its own part. Use torch.distributed.fsdp.fully_shard with "
-            "AdamW or Adam and fused_optimizer=True, or train on one device."
-        )
-    sharded = [name for name, p in model.named_parameters() if as_sharded(p) is not None]
-    if sharded and not fused:
-        raise UnsupportedError(
-            f"{sharded[0]} is sharded (a DTensor), and only the fused optimizer updates sharded "
-            f"weights, got {path}. Write prepare(…, fused_optimizer=True) with torch.optim.AdamW "
-            "or Adam, or train on one device without fully_shard()."
+            "only the gradients of its own part. Use FSDP2: nc.fully_shard(model, mesh, "
+            "policy=...), or torch.distributed.fsdp.fully_shard."
         )
     taken = set[nn.Parameter]()
     for name, unit in reversed(_modules(model, "FSDPModule")):  # inner modules come last
         own = {p: n for n, p in unit.named_parameters() if p.requires_grad and p not in taken}
         taken |= own.keys()
         stored = {formats.get(p, "fp32"): n for p, n in own.items()}
+        if grads_format == "fp32" and set(stored) - {"fp32"}:
+            raise UnsupportedError(
+                "fully_shard() stores gradients in the dtype of their weights, got grads=fp32 for "
+                f"{next(iter(stored.values()))}. Leave grads out: reduce=fp32, the default, adds "
+                "them up in fp32."
+            )
         if len(stored) > 1:
             each = ", ".join(f"{n} in {saved}" for saved, n in stored.items())
             raise UnsupportedError(
                 "fully_shard() needs one dtype for all weights that it shards together, got "
-                f"{each} in {name or 'the model'}. Call fully_shard() on the modules with fp32 "
-                "weights (norms) first, or write params=fp32 in the policy."
+                f"{each} in {name or 'the model'}. Use nc.fully_shard(model, mesh, policy=...), "
+                "which shards the modules with fp32 weights (norms) by themselves."
             )
 
 

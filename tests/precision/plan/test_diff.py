@@ -319,8 +319,8 @@ def test_chance_is_drawn_anew_where_rounding_by_chance_begins(cpu):
     run = fresh("fp32", cpu)
     train(run, 0, 3)
     run.set_policy(planned(run, "bf16, params=bf16, master=stochastic"))
-    drawn = run.state_dict()["master"]["generator"]
-    assert torch.equal(drawn, torch.Generator().manual_seed(3).get_state())
+    master = run.state_dict()["master"]
+    assert (master["seed"], master["rounds"]) == (3, 0)
 
 
 def test_the_optimizer_its_rates_and_all_counts_go_on(cpu):

@@ -17,6 +17,7 @@ def outcome(*, finite, norms, metered=False):
         lost=number(0.25 if metered else 0.0),
         at_floor=number(False),
         norms=number(norms),
+        bad_rank=number(-1),
     )
     waits = []
     names = [(i, f"layer{i}.weight") for i in range(len(norms))]

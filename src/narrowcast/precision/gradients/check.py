@@ -5,15 +5,15 @@ its second moment.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.kernels.launch import TensorAddresses, upload
+from narrowcast.kernels.launch import TensorAddresses
 from narrowcast.precision.dtensor import as_sharded, local_part, local_shards
 
 
@@ -22,10 +22,13 @@ class Checked:
     """What one look at the gradients told; tensors stay on the device."""
 
     norms: Tensor
-    """One per parameter, of the gradients as they came (scaled)."""
+    """One per parameter, of the gradients as they came (scaled). Of sharded ones, of the shard on
+    this device, or inf if the shard of another rank is not finite."""
     norm: Tensor
     """Of all gradients together, the scale divided out."""
     finite: Tensor
+    bad_rank: Tensor | None = None
+    """The first rank whose loss is not finite, -1 for none; None without sharded weights."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +46,17 @@ class Unscaled:
             # An edit may hide which gradients were bad, and the step says which.
             norms = torch.where(before.isfinite(), norms, before)
         finite = self.checked.finite & edited.finite
-        return Checked(norms=norms, norm=edited.norm, finite=finite)
+        return replace(edited, norms=norms, finite=finite, bad_rank=self.checked.bad_rank)
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the fp32 norm of each gradient."""
-    return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
+    """Return the fp32 norm of each gradient; of a sharded one, of the shard on this device."""
+    shards = local_shards(gradients)
+    return torch.stack(torch._foreach_norm(list(shards), 2.0, dtype=torch.float32))
 
 
-def check_gradients(
-    gradients: Sequence[Tensor],
-    inv_scales: Tensor | None,
-    *,
-    take_norms: Callable[[Sequence[Tensor]], Tensor] = gradient_norms,
-) -> Checked:
-    """Take the norms of all gradients; `inv_scales` is one factor for each, or one for all."""
-    norms = take_norms(gradients)
+def check_norms(norms: Tensor, inv_scales: Tensor | None) -> Checked:
+    """Combine the norms of all gradients; `inv_scales` is one factor for each, or one for all."""
     true_norms = norms if inv_scales is None else norms * inv_scales
     norm = torch.linalg.vector_norm(true_norms)
     # Of a single number torch takes the magnitude, whose square may still overflow.
@@ -88,16 +86,9 @@ if TYPE_CHECKING:
 
 @final
 class GradientNorms:
-    """Takes the norms of gradients, and joins those of shards over the devices they lie on."""
+    """Takes the norms of gradients, in one kernel on a GPU."""
 
     def __init__(self, weights: Sequence[Tensor], *, kernel: bool) -> None:
-        meshes = {w.device_mesh for w in map(as_sharded, weights) if w is not None}
-        if len(meshes) > 1:
-            raise UnsupportedError(
-                "Sharded weights must be on one device mesh, got several. Shard them all over the "
-                "same mesh."
-            )
-        self._mesh = meshes.pop() if meshes else None
         self._kernel = _kernel_on(local_part(weights[0]).device) if kernel else None
 
     def taken_places(self) -> TensorAddresses | None:
@@ -118,23 +109,19 @@ class GradientNorms:
             self._kernel.make_room()
 
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the fp32 norm of each gradient, shards on other devices included."""
-        take = gradient_norms if self._kernel is None else self._kernel
-        norms = take(local_shards(gradients))
-        if self._mesh is None:
-            return norms
-        for dim in range(self._mesh.ndim):
-            shards = map(as_sharded, gradients)
-            placed = [None if g is None else g.placements[dim] for g in shards]
-            if any(one is not None and one.is_partial() for one in placed):
-                raise UnsupportedError(
-                    "A gradient is still a partial sum (Partial). Reduce it before step()."
-                )
-            sharded = torch.tensor([one is not None and one.is_shard() for one in placed])
-            squares = norms.square()
-            torch.distributed.all_reduce(squares, group=self._mesh.get_group(dim))
-            norms = torch.where(upload(sharded, norms.device), squares.sqrt(), norms)
-        return norms
+        """Return the fp32 norm of each gradient; of a sharded one, of the shard on this device."""
+        if self._kernel is None:
+            return gradient_norms(gradients)
+        return self._kernel(local_shards(gradients))
+
+
+def check_reduced(gradients: Sequence[Tensor]) -> None:
+    """Raise if a gradient of sharded weights is not added up over the ranks yet."""
+    for sharded in map(as_sharded, gradients):
+        if sharded is not None and any(each.is_partial() for each in sharded.placements):
+            raise UnsupportedError(
+                "A gradient is still a partial sum (Partial). Reduce it before step()."
+            )
 
 
 def _kernel_on(device: torch.device) -> "NormKernel":

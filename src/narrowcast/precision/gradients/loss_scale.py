@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError
-from narrowcast.precision.gradients.check import Checked, check_gradients
+from narrowcast.precision.gradients.check import Checked
 from narrowcast.precision.modules.wrappers import OwnLossScale
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.swap import swap
@@ -156,6 +156,16 @@ class RunningScale:
         self._strikes.copy_(state["strikes"])
 
 
+class GradientOwner(Protocol):
+    """The weights of a run, whose gradients a loss scale is divided out of."""
+
+    def check_gradients(self, present: Sequence[int], inv_scale: Tensor | None) -> Checked:
+        """Take the norms of the gradients in these places."""
+
+    def multiply_gradients(self, present: Sequence[int], factor: Tensor) -> None:
+        """Multiply the gradients in these places."""
+
+
 # A part's scale begins at one and stays within fp16's own spread of exponents of it.
 PART_SPREAD = 2.0**15
 
@@ -228,12 +238,12 @@ class Scales:
                 scale.copy_(value)
             self._finite = finite
 
-    def take_unscaled(self, name: str, gradients: Sequence[Tensor]) -> None:
+    def take_unscaled(self, name: str, weights: "GradientOwner", present: Sequence[int]) -> None:
         """Divide one loss's scale out of its gradients at once, so that the next can be added."""
         scale = self._losses[name]
         inv_scale = scale.value.reciprocal()
-        checked = check_gradients(gradients, inv_scale)
-        torch._foreach_mul_(list(gradients), inv_scale)
+        checked = weights.check_gradients(present, inv_scale)
+        weights.multiply_gradients(present, inv_scale)
         before = self._finite.get(name)
         self._finite[name] = checked.finite if before is None else checked.finite & before
 

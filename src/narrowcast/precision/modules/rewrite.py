@@ -284,7 +284,7 @@ def _fuse_mlps(model: nn.Module, plan: Plan) -> None:
             plans = [by_name.get(f"{name}.{end}".lstrip(".")) for end in ends]
             formats = {_format_of_16_bits(each) for each in plans}
             if len(formats) == 1 and (one := formats.pop()):
-                swap(module, GeluMlp, nc_layers=ends, nc_dtype=_dtype(one))
+                swap(module, GeluMlp, nc_layers=ends, nc_dtype=storage_dtype(one))
 
 
 def _rewrite_recurrent(
@@ -333,7 +333,7 @@ def _rewrite_norm(
     module: nn.Module, module_plan: ModulePlan, policy: Policy, device_type: str
 ) -> None:
     if module_plan.policy.reduce != "fp32":
-        swap(module, RoundedNorm, nc_dtype=_dtype(module_plan.policy.reduce))
+        swap(module, RoundedNorm, nc_dtype=storage_dtype(module_plan.policy.reduce))
     elif policy.params != "fp32":
         # One forward for all of torch's own but SyncBatchNorm, which wants one dtype. On a CPU
         # torch rounds mean and deviation to 16 bits where it is compiled.
@@ -350,7 +350,7 @@ def _cast_weights(
         if name == "fp32" or not parameter.is_floating_point():
             continue
         full = parameter.data
-        parameter.data = full.to(_dtype(name))
+        parameter.data = full.to(storage_dtype(name))
         wide = plan.policy.grads_format == "fp32"
         set_grad_dtype(parameter, torch.float32 if wide else parameter.dtype)
         lowered.append((parameter, full))
@@ -365,7 +365,8 @@ def set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         parameter.grad_dtype = dtype
 
 
-def _dtype(name: str) -> torch.dtype:
+def storage_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a storage format."""
     dtype = plain_format(name).dtype
     assert dtype is not None
     return dtype

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import DivergedError
 from narrowcast.precision.fp8.state import FirstScales, Fp8Model
-from narrowcast.precision.gradients.check import (
-    Checked,
-    Unscaled,
-    check_gradients,
-    clip_and_unscale,
-)
+from narrowcast.precision.gradients.check import Checked, Unscaled, clip_and_unscale
 from narrowcast.precision.gradients.loss_scale import ScaleRequest, Scales, Settings, scale_parts
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
@@ -71,9 +66,9 @@ def add_gradients(
     weights.forget_gradients()
     _run(scaled, entry, retain_graph=retain_graph)
     with torch.no_grad():
-        fresh = [p.grad for p in weights.all if p.grad is not None]
-        if fresh:
-            scales.take_unscaled(name, fresh)
+        present = weights.with_gradients()
+        if present:
+            scales.take_unscaled(name, weights, present)
         for p, other in zip(weights.all, others, strict=True):
             if other is not None:
                 p.grad = other if p.grad is None else p.grad.add_(other)
@@ -87,10 +82,11 @@ def unscale_gradients(scales: Scales, weights: TrainedWeights) -> None:
         return
     present = weights.with_gradients()
     check_gradients_exist(present, doing="unscale()")
-    gradients, inv_scale = weights.gradients(present), scales.inv_scale(present)
-    check_not_fp16(gradients)
+    inv_scale = scales.inv_scale(present)
+    check_not_fp16(weights.gradients(present))
     watch.before_step(scaled=True, doing="unscale()")
-    checked = check_gradients(gradients, inv_scale, take_norms=weights.norms)
+    weights.average_replicated()
+    checked = weights.check_gradients(present, inv_scale)
     if weights.fused is not None:
         weights.fused.norms.taken_places()  # not kept: they may be moved before the step
     if inv_scale is not None:  # those of losses with their own scales are unscaled already
@@ -123,8 +119,10 @@ def look_at_gradients(
 ) -> tuple[Checked, Tensor | None]:
     """Return what is true of the gradients in these places, and what still unscales them."""
     unscaled = weights.ownership.gradients.unscaled
+    if unscaled is None:
+        weights.average_replicated()
     inv_scale = scales.inv_scale(present) if unscaled is None else None
-    checked = check_gradients(weights.gradients(present), inv_scale, take_norms=weights.norms)
+    checked = weights.check_gradients(present, inv_scale)
     return (checked if unscaled is None else unscaled.and_then(checked, present)), inv_scale
 
 
@@ -182,7 +180,9 @@ class Engine:
         """Largest total norm of the gradients; another trainer's loop may set it per step."""
         self.weights = TrainedWeights(model, optimizer)
         # What a step packs where there is nothing to tell.
-        self._zero, self._one = torch.tensor([0.0, 1.0], device=self.weights.device).unbind()
+        self._zero, self._one, self._no_rank = torch.tensor(
+            [0.0, 1.0, -1.0], device=self.weights.device
+        ).unbind()
         # What can be refused is refused before anything is changed.
         self._request = ScaleRequest(
             model,
@@ -257,6 +257,8 @@ class Engine:
         """Add a loss's gradients to those already there, scaled as the policy needs."""
         watch, scaled = self.weights.ownership.gradients, self.scales.value is not None
         watch.before_backward(scaled=scaled)
+        if self.weights.ranks is not None:
+            self.weights.ranks.see_loss(loss)
         with explaining_dtypes(self.model), self.buffers.passes_again():
             add_gradients(
                 loss,
@@ -272,6 +274,8 @@ class Engine:
         """Divide the loss scale out of the gradients now, before the step does. Does not wait."""
         if self.scales.value is not None:
             unscale_gradients(self.scales, self.weights)
+        else:
+            self.weights.average_replicated()
 
     def begin_step(self) -> None:
         """Raise if every step would be skipped; otherwise let the host catch up."""
@@ -304,6 +308,8 @@ class Engine:
                 finite=checked.finite if on_device else None,
                 metered=metered,
             )
+            if lost is not None and self.weights.ranks is not None:
+                lost = self.weights.ranks.mean(lost)
         at_floor = move_scales(checked, present, self.scales, self.weights)
         growth = self.scales.growth_since(scale)
         self.fp8.advance(checked.finite, loss_growth=growth)
@@ -317,6 +323,7 @@ class Engine:
             lost=self._zero if lost is None else lost,
             at_floor=at_floor,
             norms=checked.norms,
+            bad_rank=self._no_rank if checked.bad_rank is None else checked.bad_rank,
         )
 
     def end_step(self, packed: Tensor, present: Sequence[int], *, metered: bool) -> Outcome:

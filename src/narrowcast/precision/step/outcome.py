@@ -21,9 +21,10 @@ def pack(
     lost: Tensor,
     at_floor: Tensor,
     norms: Tensor,
+    bad_rank: Tensor,
 ) -> Tensor:
     """Return the numbers of one step as one tensor, on the device."""
-    numbers = [finite, norm, scale, next_scale, lost, at_floor]
+    numbers = [finite, norm, scale, next_scale, lost, at_floor, bad_rank]
     return torch.cat([torch.stack([n.detach().float() for n in numbers]), norms])
 
 
@@ -36,6 +37,7 @@ class _Numbers(NamedTuple):
     next_scale: float
     lost: float
     at_floor: float
+    bad_rank: float
 
 
 _COUNT = len(_Numbers._fields)
@@ -128,6 +130,12 @@ class Outcome:
     def at_floor(self) -> bool:
         """Whether gradients overflowed at the smallest loss scale."""
         return bool(self._numbers.at_floor)
+
+    @property
+    def bad_rank(self) -> int | None:
+        """The first rank whose loss is not finite; None if there is none or weights are whole."""
+        rank = int(self._numbers.bad_rank)
+        return None if rank < 0 else rank
 
     @property
     def bad_parameters(self) -> tuple[str, ...]:

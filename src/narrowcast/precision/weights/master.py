@@ -13,6 +13,7 @@ is in fp32; the fused optimizer moves it in the same pass, `WeightAverage.update
 """
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -28,7 +29,14 @@ from narrowcast.numerics.rounding import (
     nearest,
     split,
 )
-from narrowcast.precision.dtensor import local_part, placed_like
+from narrowcast.precision.dtensor import (
+    as_sharded,
+    local_part,
+    local_shards,
+    placed_like,
+    replace_values,
+    shard_index,
+)
 from narrowcast.precision.plan.policy import Master
 from narrowcast.precision.weights.multi_optimizer import member_optimizers
 from narrowcast.precision.weights.ownership import check_not_resized
@@ -44,10 +52,16 @@ def multiply(factors: Mapping[nn.Parameter, Tensor]) -> None:
     """Multiply the gradients of weights in place."""
     if not factors:
         return
-    gradients = [p.grad for p in factors if p.grad is not None]
+    gradients = local_shards([p.grad for p in factors if p.grad is not None])
     values = list(factors.values())
     same = all(value is values[0] for value in values)
     torch._foreach_mul_(gradients, values[0] if same else values)
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer is of torch, whose step treats each weight by itself."""
+    members = member_optimizers(optimizer)
+    return all(type(each).__module__.startswith("torch.optim") for each in members)
 
 
 def in_buckets(indices: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[list[int]]:
@@ -69,6 +83,26 @@ def _master(value: Tensor) -> nn.Parameter:
     made = nn.Parameter(value)
     vars(made)["__deepcopy__"] = _raise_on_copy
     return made
+
+
+def _no_values(parameter: nn.Parameter) -> Tensor:
+    """Return an fp32 tensor that takes no memory, sharded if the parameter is."""
+    none = torch.empty(0, device=parameter.device)
+    if as_sharded(parameter) is None:
+        return none
+    values = placed_like(none.new_empty(()).expand(local_part(parameter).shape), parameter)
+    _forget_values(values)
+    return values
+
+
+def _forget_values(tensor: Tensor) -> None:
+    """Free the memory of a tensor."""
+    none = torch.empty(0, device=local_part(tensor).device)
+    sharded = as_sharded(tensor)
+    if sharded is None:
+        tensor.data = none
+    else:
+        sharded._local_tensor = none
 
 
 def _raise_on_copy(memo: object) -> NoReturn:
@@ -96,12 +130,13 @@ class MasterWeights:
         self._residual: list[Tensor] = []
         self.are_at_hand = False
         """Whether the optimizer finds its weights in fp32 now, as in its step."""
+        self._seed, self._rounds = seed, 0
+        """`stochastic` draws by seed, round and weight, so that equal weights stay equal."""
         self._generator: torch.Generator | None = None
         if kind == "stochastic" and self.parameters:
             self._generator = torch.Generator(self.parameters[0].device)
-            self._generator.manual_seed(seed)
         # What the optimizer holds in place of each weight. Empty between steps, but for `fp32`.
-        self.fp32_params = [_master(torch.empty(0, device=p.device)) for p in self.parameters]
+        self.fp32_params = [_master(_no_values(p)) for p in self.parameters]
         for i, value in enumerate(full):
             self._begin(i, value.detach().float())
 
@@ -182,9 +217,7 @@ class MasterWeights:
             stepping()
             return
         with_gradient = [i for i, p in enumerate(self.parameters) if p.grad is not None]
-        if not all(
-            type(o).__module__.startswith("torch.optim") for o in member_optimizers(optimizer)
-        ):
+        if not is_torchs(optimizer):
             self._step_some(stepping, with_gradient, factors)
             return
         groups = [group["params"] for group in optimizer.param_groups]
@@ -209,12 +242,13 @@ class MasterWeights:
             if self.kind == "fp32":
                 self.fit(i)
             else:
-                self.fp32_params[i].data = self.full(i)
+                replace_values(self.fp32_params[i], self.full(i))
         self.are_at_hand = True
         try:
             yield
         finally:
             self.are_at_hand = False
+            self._rounds += 1
             for i in some:
                 fp32_param = self.fp32_params[i]
                 fp32_param.grad = None
@@ -222,7 +256,7 @@ class MasterWeights:
                 if indices is not None or not self._is_stored(i, fp32_param.detach()):
                     self._store(i, fp32_param.detach())
                 if self.kind != "fp32":
-                    fp32_param.data = torch.empty(0, device=fp32_param.device)
+                    _forget_values(fp32_param)
 
     def _step_some(
         self,
@@ -252,7 +286,7 @@ class MasterWeights:
         if self.kind == "fp32":
             state["residual"] = [fp32_param.detach() for fp32_param in self.fp32_params]
         if self._generator is not None:
-            state["generator"] = self._generator.get_state()
+            state |= {"seed": self._seed, "rounds": self._rounds}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -262,8 +296,8 @@ class MasterWeights:
                 f"The checkpoint has {state['kind']} master weights, but the policy uses "
                 f"{self.kind}. Write master={state['kind']}."
             )
-        if self._generator is not None:  # first: one of another device is refused here
-            self._generator.set_state(state["generator"].cpu())
+        if self._generator is not None:
+            self._seed, self._rounds = int(state["seed"]), int(state["rounds"])
         targets = self._residual
         if self.kind == "fp32":
             targets = [fp32_param.detach() for fp32_param in self.fp32_params]
@@ -318,11 +352,17 @@ class MasterWeights:
                 extra.copy_(nearest(full - weight.float(), weight.dtype))
             case "stochastic":
                 assert self._generator is not None
+                self._generator.manual_seed(self._draw(i))
                 target = _FORMATS[weight.dtype]
                 rounded = round_stochastic(full, target, generator=self._generator, saturate=True)
                 weight.copy_(rounded)
             case _:
                 weight.copy_(nearest(full, weight.dtype))
+
+    def _draw(self, i: int) -> int:
+        """Return the seed of the random numbers for weight `i` now."""
+        each = (self._seed, self._rounds, i, shard_index(self.parameters[i]))
+        return int.from_bytes(hashlib.blake2b(repr(each).encode(), digest_size=4).digest())
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

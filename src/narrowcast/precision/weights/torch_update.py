@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.numerics import BF16
-from narrowcast.precision.dtensor import local_part
+from narrowcast.precision.dtensor import as_sharded, local_part
 from narrowcast.precision.products.modes import EmulatedProducts
 from narrowcast.precision.weights.lookahead import LookaheadPoint
-from narrowcast.precision.weights.master import MasterWeights, in_buckets, multiply
+from narrowcast.precision.weights.master import MasterWeights, in_buckets, is_torchs, multiply
 
 SAMPLE = 16384
 """Elements looked at per tensor: the share is then known to about one part in a hundred."""
@@ -161,16 +161,32 @@ class TorchUpdate:
             )
         elif metered:
             moving = [p for p in self.weights if p.grad is not None]
-            gradients = [p.grad for p in moving if p.grad is not None]
+            gradients = [local_part(p.grad) for p in moving if p.grad is not None]
             meter = LostUpdates([self._stored(p) for p in moving], gradients)
         if factors:
             # Gradients of 16 bits are widened first: in fp16 they would vanish without the scale.
             multiply({p: f for p, f in factors.items() if not self.masters.widens(p)})
         with torch.enable_grad(), self._products(), _skip_if_not_finite(self.optimizer, finite):
-            self.masters.step(self.optimizer, factors, leading or self.optimizer.step)
+            self.masters.step(self.optimizer, factors, leading or self._step)
         if leading is not None:
             return leading.lost()
         return None if meter is None else meter.share()
+
+    def _step(self) -> None:
+        """Step the optimizer, once per device mesh: torch takes no lists of mixed weights."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        meshes = dict.fromkeys(_mesh(p) for params in groups for p in params)
+        if len(meshes) == 1 or not is_torchs(self.optimizer):
+            self.optimizer.step()
+            return
+        try:
+            for mesh in meshes:
+                for group, params in zip(self.optimizer.param_groups, groups, strict=True):
+                    group["params"] = [p for p in params if _mesh(p) == mesh]
+                self.optimizer.step()
+        finally:
+            for group, params in zip(self.optimizer.param_groups, groups, strict=True):
+                group["params"] = params
 
     def _products(self) -> contextlib.AbstractContextManager[Any]:
         if self.emulated and self.masters.parameters:
@@ -184,7 +200,13 @@ class TorchUpdate:
 
     def _stored(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
         location = self.index.get(weight)
-        return (weight.detach(),) if location is None else self.masters.stored(location)
+        stored = (weight,) if location is None else self.masters.stored(location)
+        return tuple(map(local_part, stored))
+
+
+def _mesh(weight: Tensor) -> Any:
+    sharded = as_sharded(weight)
+    return None if sharded is None else sharded.device_mesh
 
 
 def gradient_factors(

@@ -23,13 +23,20 @@ from narrowcast.precision.dtensor import (
     check_sharded,
     replace_values,
 )
-from narrowcast.precision.gradients.check import gradient_norms
+from narrowcast.precision.gradients.check import (
+    Checked,
+    check_norms,
+    check_reduced,
+    gradient_norms,
+)
+from narrowcast.precision.gradients.ranks import rank_group
 from narrowcast.precision.modules.rewrite import (
     check_shared_memory,
     compact_recurrent,
     rewrite,
     rewrite_modules,
     set_grad_dtype,
+    storage_dtype,
     weight_formats,
 )
 from narrowcast.precision.plan.plan import Plan
@@ -142,6 +149,8 @@ class TrainedWeights:
         self.last_uses = _last_uses(model, self.all, self.names)
         self.device = self.all[0].device
         self._model, self.optimizer = model, optimizer
+        self.ranks = rank_group(self.all)
+        """The ranks that decide together about a step; None where one decides."""
         parts = dict.fromkeys((optimizer, *member_optimizers(optimizer)))
         self.held = {each: [p for g in each.param_groups for p in g["params"]] for each in parts}
         """Which weights each optimizer was given: the one, or several and the whole of them."""
@@ -149,7 +158,7 @@ class TrainedWeights:
         self._narrow: dict[str, nn.Parameter] = {}
         self._storage: tuple[object, ...] = ()
         self.masters = MasterWeights([], [], "none")
-        self._emulated = False
+        self._emulated, self._reduce_dtype = False, torch.float32
         self.fused: FusedAdamW | None = None
         self.average: WeightAverage | None = None
         self.lookahead: LookaheadPoint | None = None
@@ -176,6 +185,7 @@ class TrainedWeights:
         self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
         self.masters.adopt(self.optimizer)
         self._emulated = plan.emulated and plan.policy.master == "none"
+        self._reduce_dtype = storage_dtype(plan.policy.reduce)
         self.fused = None
         if fused:
             host = plan.memory.offloads_optimizer
@@ -192,7 +202,7 @@ class TrainedWeights:
         """Raise if these weights cannot be stored as planned; change nothing."""
         check_hidden_weights(self.optimizer, set(self.all), plan)
         formats = weight_formats(self._model, plan, self._trained())
-        check_sharded(self._model, formats, fused=fused, path=path)
+        check_sharded(self._model, formats, grads_format=plan.policy.grads_format)
         if self._storage and formats != self._storage[0]:
             instead = "Choose a policy with the same params="
             check_dtypes_stay(self._model, doing="set_policy()", instead=instead)
@@ -323,9 +333,23 @@ class TrainedWeights:
             state[name] = copies[value]
         return state
 
-    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the fp32 norm of each gradient."""
-        return gradient_norms(gradients) if self.fused is None else self.fused.norms(gradients)
+    def check_gradients(self, present: Sequence[int], inv_scale: Tensor | None) -> Checked:
+        """Take the norms of the gradients in these places, and combine those of all ranks.
+
+        `inv_scale` is one factor for each, or one for all.
+        """
+        gradients = self.gradients(present)
+        if self.ranks is not None:
+            check_reduced(gradients)
+        norms = gradient_norms(gradients) if self.fused is None else self.fused.norms(gradients)
+        if self.ranks is None:
+            return check_norms(norms, inv_scale)
+        return self.ranks.check(norms, inv_scale, present)
+
+    def average_replicated(self) -> None:
+        """Average the gradients of weights that every rank holds whole beside sharded ones."""
+        if self.ranks is not None:
+            self.ranks.average_replicated(self.all, dtype=self._reduce_dtype)
 
     def multiply_gradients(self, present: Sequence[int], factor: Tensor) -> None:
         """Multiply the gradients in these places, by one factor or by one for each."""

@@ -1,0 +1,140 @@
+"""FSDP2 for a model that a policy will train: one `fully_shard` per block and storage format.
+
+`prepare` comes afterwards. It converts the layers in place and binds master weights, moments and
+averages to the shards of this rank.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.precision.dtensor import as_sharded
+from narrowcast.precision.modules.rewrite import storage_dtype, weight_formats
+from narrowcast.precision.plan.memory import block_names, repeated_blocks
+from narrowcast.precision.plan.plan import Plan, make_plan
+from narrowcast.precision.plan.policy import AnyPolicy
+
+
+def fully_shard(
+    model: nn.Module,
+    mesh: Any = None,
+    *,
+    policy: AnyPolicy | Plan = "default",
+    blocks: Sequence[str] = (),
+    **settings: Any,
+) -> nn.Module:
+    """Shard a model over ranks with FSDP2, in the storage formats of a policy.
+
+    Calls `torch.distributed.fsdp.fully_shard` per block. Modules with another storage format in a
+    block, such as fp32 norms among bf16 layers, become a group of their own. Gradients are reduced
+    in the policy's `reduce` format. Build the optimizer and call `prepare` with the same policy
+    afterwards.
+
+    Args:
+        model: The model, before `prepare`, on its device.
+        mesh: A 1-D `DeviceMesh`, or a 2-D one for HSDP, which replicates over the first dimension
+            and shards over the second. None: all ranks.
+        policy: As in `prepare`.
+        blocks: Globs of the modules to shard one by one. Empty: the modules of each list of
+            several modules of one class.
+        **settings: Further arguments of torch's `fully_shard`, such as `reshard_after_forward`,
+            `offload_policy` or `ignored_params`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: The model is sharded already, or an argument is invalid.
+        UnsupportedError: A module holds trainable weights of two storage formats.
+
+    Example:
+        ```python
+        nc.fully_shard(model, policy="bf16, params=bf16, master=split")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        run = nc.prepare(model, optimizer, policy="bf16, params=bf16, master=split")
+        ```
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import fully_shard as shard
+
+    if "mp_policy" in settings:
+        raise ConfigError(
+            "fully_shard() takes its formats from policy, got mp_policy too. Leave mp_policy out; "
+            "params= and reduce= in the policy set what is gathered and reduced."
+        )
+    sharded = [name for name, p in model.named_parameters() if as_sharded(p) is not None]
+    if sharded:
+        raise ConfigError(f"{sharded[0]} is sharded already. Call fully_shard() once per model.")
+    plan = policy if isinstance(policy, Plan) else make_plan(model, policy)
+    settings["mesh"] = _checked_mesh(mesh, model)
+    settings["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=storage_dtype(plan.policy.reduce))
+    trained = {p for p in model.parameters() if p.requires_grad}
+    formats = weight_formats(model, plan, trained)
+    ignored = set(settings.get("ignored_params") or ())
+    taken: set[nn.Module] = set()
+    for block in (*_blocks(model, blocks), model):
+        inside = [each for each in block.modules() if each not in taken]
+        taken.update(inside)
+        for others in _other_formats(inside, formats, ignored):
+            shard(others, **settings)
+        shard(block, **settings)
+    return model
+
+
+def _blocks(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
+    names = block_names(model, globs) if globs else [name for name, _ in repeated_blocks(model)]
+    blocks = [model.get_submodule(name) for name in names]
+    return [each for each in blocks if next(each.parameters(), None) is not None]
+
+
+def _other_formats(
+    modules: Sequence[nn.Module], formats: dict[nn.Parameter, str], ignored: set[nn.Parameter]
+) -> Iterator[list[nn.Module]]:
+    """Yield the modules of each storage format but the most common, which FSDP gathers apart."""
+    by_format: dict[str, list[nn.Module]] = {}
+    sizes: Counter[str] = Counter()
+    for module in modules:
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in ignored]
+        stored = {formats.get(p, "fp32") for p in own}
+        if len(stored) > 1:
+            names = ", ".join(f"{n} in {formats.get(p, 'fp32')}" for n, p in
+                              module.named_parameters(recurse=False))  # fmt: skip
+            raise UnsupportedError(
+                "fully_shard() needs one storage format per module, got "
+                f"{names} in a {type(module).__name__}. Write params=fp32 for this module in the "
+                "policy."
+            )
+        for name in stored:
+            by_format.setdefault(name, []).append(module)
+            sizes[name] += sum(p.numel() for p in own)
+    common = max(sizes, key=lambda name: sizes[name], default="")
+    yield from (some for name, some in by_format.items() if name != common)
+
+
+def _checked_mesh(mesh: Any, model: nn.Module) -> Any:
+    """Return the mesh to shard over, all ranks if none is given."""
+    if not torch.distributed.is_initialized():
+        raise ConfigError(
+            "fully_shard() needs a process group. Launch with torchrun and call "
+            "torch.distributed.init_process_group() first."
+        )
+    if mesh is None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        device = next(model.parameters()).device.type
+        return init_device_mesh(device, (torch.distributed.get_world_size(),))
+    if mesh.ndim == 2 and not mesh.mesh_dim_names:
+        raise ConfigError(
+            "A 2-D mesh for HSDP needs names of its dimensions. Write init_device_mesh(device, "
+            'shape, mesh_dim_names=("replicate", "shard")).'
+        )
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"fully_shard() needs a mesh of one or two dimensions, got {mesh.ndim}. Pass a part "
+            'of it, such as mesh["replicate", "shard"].'
+        )
+    return mesh

@@ -1,0 +1,282 @@
+"""Sharded training on several ranks: equal to one process, and one decision of all ranks."""
+
+import math
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import narrowcast as nc
+from narrowcast.errors import ConfigError, UnsupportedError
+
+RANKS, STEPS, LR = 4, 4, 1e-2
+ROWS = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+LAYOUTS = ["fsdp", "hsdp", "two meshes", "partly sharded"]
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=LR),
+    "fused": lambda params: torch.optim.AdamW(params, lr=LR),
+    "torch fused": lambda params: torch.optim.AdamW(params, lr=LR, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=LR, momentum=0.9),
+}
+POLICIES = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp8": "fp8-delayed",
+    "int8 moments": "bf16, params=bf16, master=split, moments=int8",
+    **{
+        name: f"bf16, params=bf16, master={name.removesuffix(' master')}"
+        for name in ("split", "kahan", "fp32 master", "stochastic", "none")
+    },
+}
+_seed = threading.Lock()  # threads share torch's global generator
+
+
+def network():
+    # 33 rows: no number of ranks here divides them.
+    with _seed:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.GELU(), nn.Linear(33, 5))
+
+
+def shard(model, layout):
+    one, other = init_device_mesh("cpu", (RANKS,)), None
+    if layout in ("hsdp", "two meshes"):
+        other = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
+    match layout:
+        case "fsdp":
+            meshes = [one] * 3
+        case "hsdp":
+            meshes = [other] * 3
+        case "two meshes":
+            meshes = [other, one, one]
+        case _:
+            meshes = [one, None, one]
+    for layer, mesh in zip((model[0], model[1], model[3]), meshes, strict=True):
+        if mesh is not None:
+            fully_shard(layer, mesh=mesh)
+    return model
+
+
+def train(model, rows, *, policy="fp32", optimizer="AdamW", spoil=None, **settings):
+    run = nc.prepare(
+        model,
+        OPTIMIZERS[optimizer](model.parameters()),
+        policy=POLICIES.get(policy, policy),
+        clip_norm=0.5,
+        fused_optimizer=True if optimizer == "fused" else None,
+        **settings,
+    )
+    outcomes = []
+    for step in range(STEPS):
+        with run.autocast():
+            loss = model(rows).square().mean()
+        if spoil is not None:
+            loss = spoil(step, loss)
+        outcomes.append(run.step(loss))
+    return run, outcomes
+
+
+def whole(value):
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+
+
+def on_shards(layout, spoil_on=None, **settings):
+    """Train on every rank; return per rank what it decided and the full weights it has."""
+
+    def one_rank(rank):
+        model, rows = shard(network(), layout), ROWS.chunk(RANKS)[rank]
+        spoil = None if spoil_on is None else lambda step, loss: spoil_on(rank, step, loss)
+        run, outcomes = train(model, rows, spoil=spoil, **settings)
+        decided = [(o.applied, o.grad_norm, o.next_scale, o.bad_rank) for o in outcomes]
+        return decided, {name: whole(v) for name, v in run.fp32_state_dict().items()}
+
+    return on_ranks(RANKS, one_rank)
+
+
+def check_equal_on_ranks(results):
+    decided, weights = results[0]
+    for others, values in results[1:]:
+        assert str(others) == str(decided)  # NaN norms are equal too
+        assert all(torch.equal(values[name], weights[name]) for name in weights)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sharded_training_follows_one_process(layout, optimizer, policy):
+    if policy == "int8 moments":
+        optimizer = "fused"
+    run, alone = train(network(), ROWS, policy=policy, optimizer=optimizer)
+    results = on_shards(layout, policy=policy, optimizer=optimizer)
+    check_equal_on_ranks(results)
+    decided, weights = results[0]
+    # Gradients are rounded per rank: to 8 bits in bf16, 11 in fp16, 4 in fp8.
+    digits = {"fp32": 20, "fp16": 10, "fp8": 2}.get(policy, 7)
+    assert [o.grad_norm for o in alone] == pytest.approx(
+        [norm for _, norm, _, _ in decided], rel=4 * 2**-digits
+    )
+    is_coarse = policy in ("stochastic", "none", "fp8", "int8 moments")
+    step = 2 * LR * STEPS * (1 if is_coarse else 2**-4)
+    bound = 4 * LR * 2**-20 if policy == "fp32" and optimizer == "SGD" else step
+    for name, value in run.fp32_state_dict().items():
+        assert (weights[name] - value).abs().max() <= bound, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("policy", ["fp32", "fp16", "split"])
+def test_bad_gradient_on_one_rank_is_skipped_by_all(layout, policy):
+    def spoil(rank, step, loss):
+        if (rank, step) == (2, 1):
+            return loss * math.inf
+        if (rank, step) == (1, 2):
+            loss.register_hook(lambda grad: grad * math.nan)  # the loss itself stays finite
+        return loss
+
+    results = on_shards(layout, spoil, policy=policy)
+    check_equal_on_ranks(results)
+    decided, weights = results[0]
+    assert [applied for applied, *_ in decided] == [True, False, False, True]
+    assert [rank for *_, rank in decided] == [None, 2, None, None]
+    assert all(value.isfinite().all() for value in weights.values())
+    scales = [scale for _, _, scale, _ in decided]
+    assert scales == ([2**16, 2**15, 2**14, 2**14] if policy == "fp16" else [1.0] * STEPS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inf_in_one_shard_of_one_rank_is_skipped_by_all(layout):
+    # As an expert's gradient, which no other rank sees.
+    def one_rank(rank):
+        model = shard(network(), layout)
+        run = nc.prepare(model, OPTIMIZERS["AdamW"](model.parameters()), policy="fp16")
+        with run.autocast():
+            loss = model(ROWS).square().mean()
+        run.backward(loss)
+        run.unscale()
+        weight = model[3].weight
+        grad = weight.grad.to_local()
+        if rank == 2:  # rank 3 has none of the five rows
+            grad.fill_(math.inf)
+        outcome = run.step()
+        return outcome.applied, outcome.next_scale, outcome.bad_parameters, whole(weight)
+
+    results = on_ranks(RANKS, one_rank)
+    for applied, scale, bad, weight in results:
+        assert (applied, bad) == (False, ("3.weight",))
+        assert scale == results[0][1]
+        assert torch.equal(weight, network()[3].weight)
+
+
+def test_gradient_norm_counts_every_weight_once():
+    def one_rank(rank):
+        model = shard(network(), "partly sharded")
+        run = nc.prepare(model, OPTIMIZERS["AdamW"](model.parameters()), policy="fp32")
+        return run.step(model(ROWS.chunk(RANKS)[rank]).square().mean()).grad_norm
+
+    model = network()
+    model(ROWS).square().mean().backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    assert on_ranks(RANKS, one_rank) == [pytest.approx(norm, rel=1e-6)] * RANKS
+
+
+def test_replicated_weights_stay_equal_under_stochastic_rounding():
+    results = on_shards("partly sharded", policy="bf16, params=bf16, master=stochastic")
+    check_equal_on_ranks(results)
+
+
+def test_fault_of_one_rank_holds_the_average():
+    def one_rank(rank):
+        model = shard(network(), "fsdp")
+        run, _ = train(model, ROWS, ema_decay=0.5)
+        before = {name: whole(v) for name, v in run.ema_state_dict().items()}
+        loss = model(ROWS).square().mean() * (math.nan if rank == 1 else 1.0)
+        assert not run.step(loss).applied
+        return all(torch.equal(whole(v), before[n]) for n, v in run.ema_state_dict().items())
+
+    assert on_ranks(RANKS, one_rank) == [True] * RANKS
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(vocab_size=64, num_attention_heads=4, **shape)
+    with _seed:
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rel"),
+    [("fp32", 2**-20), ("bf16, params=bf16, master=split; lm_head: fp32", 2**-6)],
+)
+def test_fully_shard_trains_a_language_model_as_one_process(policy, rel):
+    ids = torch.randint(0, 64, (RANKS, 12), generator=torch.Generator().manual_seed(0))
+    memory = nc.Memory(activation_checkpointing="blocks")
+
+    def one_rank(rank, rows, mesh_shape=None):
+        model = llama()
+        if mesh_shape is not None:
+            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+            nc.fully_shard(model, mesh, policy=policy)
+            assert all(isinstance(layer, FSDPModule) for layer in model.model.layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        run = nc.prepare(model, optimizer, policy=policy, memory=memory)
+        norms = []
+        for _ in range(2):
+            with run.autocast():
+                loss = model(input_ids=rows, labels=rows).loss
+            norms.append(run.step(loss).grad_norm)
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        return norms, dtypes
+
+    norms, dtypes = one_rank(0, ids)
+    shards = on_ranks(RANKS, lambda rank: one_rank(rank, ids[rank : rank + 1], (2, 2)))
+    for mine, formats in shards:
+        assert mine == pytest.approx(norms, rel=rel)
+        assert formats == dtypes
+
+
+def test_fully_shard_raises_with_what_to_write():
+    def one_rank(rank):
+        model = network()
+        with pytest.raises(ConfigError, match=r"policy.*mp_policy"):
+            nc.fully_shard(model, mp_policy=None)
+        unnamed = init_device_mesh("cpu", (1, 2))
+        with pytest.raises(ConfigError, match="mesh_dim_names"):
+            nc.fully_shard(model, unnamed)
+        nc.fully_shard(model)
+        with pytest.raises(ConfigError, match=r"0\.weight is sharded already"):
+            nc.fully_shard(model)
+        with pytest.raises(UnsupportedError, match=r"grads=fp32.*reduce=fp32"):
+            train(model, ROWS, policy="bf16, params=bf16, grads=fp32")
+        return True
+
+    assert on_ranks(2, one_rank) == [True, True]
+    with pytest.raises(ConfigError, match="torchrun"):
+        nc.fully_shard(network())
+
+
+def test_reduce_format_of_the_policy_reduces_gradients():
+    def one_rank(rank, policy):
+        model = network()
+        nc.fully_shard(model, policy=policy)
+        run = nc.prepare(model, OPTIMIZERS["SGD"](model.parameters()), policy=policy)
+        run.backward(model(ROWS.chunk(2)[rank]).square().mean())
+        return model[3].weight.grad.full_tensor()
+
+    fp32, bf16 = (
+        on_ranks(2, lambda rank, text=text: one_rank(rank, text))[0]
+        for text in ("fp32", "fp32, reduce=bf16")
+    )
+    assert not torch.equal(fp32, bf16)
+    assert torch.equal(bf16, bf16.bfloat16().float())
+
+
+def test_ranks_are_released_for_other_tests():
+    assert not dist.is_initialized()
