@@ -1,5 +1,7 @@
+import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +87,30 @@ def test_sft_trainer_of_trl_learns(run_example):
     output = run_example("trl_sft.py")
     first, *_, last = map(float, re.findall(r": loss (\S+),", output))
     assert last < 0.95 * first
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_fsdp_example_learns_on_two_ranks_and_saves_one_checkpoint(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(EXAMPLES / "fsdp.py")],
+            env=os.environ | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output, other = (each.communicate(timeout=120)[0] for each in ranks)
+    first, *_, last = map(float, re.findall(r": loss (\S+),", output))
+    assert last < first < 5.5
+    assert "20 steps applied on 2 ranks" in output
+    assert not other.strip()
+    assert (tmp_path / "checkpoints" / "step-20").is_dir()
 
 
 def test_lightning_trains_in_fp8_and_resumes(run_example):
