@@ -1,6 +1,7 @@
 """What a rank does in the tests of sharded checkpoints, and the processes that are the ranks."""
 
 import multiprocessing
+import multiprocessing.connection
 import runpy
 import traceback
 
@@ -43,8 +44,14 @@ class Pool:
         where = str(self._folder / f"rendezvous-{self._count}")
         for rank, (_, pipe) in enumerate(self._ranks[:ranks]):
             pipe.send((job, where, rank, ranks, args, kwargs))
-        results = [pipe.recv() for _, pipe in self._ranks[:ranks]]
-        failed = [text for text, _ in results if text]
+        # A rank that fails alone leaves the others waiting for it.
+        replies = multiprocessing.connection.wait([pipe for _, pipe in self._ranks[:ranks]], 60)
+        assert replies, f"no rank has finished {job}"
+        results = [
+            pipe.recv() if pipe.poll(60 if pipe is replies[0] else 15) else ("hangs", None)
+            for _, pipe in self._ranks[:ranks]
+        ]
+        failed = sorted((text for text, _ in results if text), key=len, reverse=True)
         assert not failed, failed[0]
         return [result for _, result in results]
 
@@ -199,6 +206,21 @@ def load_own(folder):
     assert own["random"].tolist() == [own["seed"]] * 3
     assert own["size"].numel() == own["seed"] + 1
     return own["seed"]
+
+
+def save_whole(path, bad):
+    """Write the model and its EMA, and return the weights they should hold."""
+    run = prepared(policy="bf16, params=bf16, master=split", ema_decay=0.5)
+    train(run, 2)
+    nc.save_model(run, path)
+    nc.save_model(run, path.with_name("ema.safetensors"), weights="ema", dtype=torch.bfloat16)
+    try:
+        nc.save_model(run, bad)
+    except CheckpointError as error:
+        states = run.fp32_state_dict(), run.ema_state_dict()
+        whole = [{n: t.full_tensor().tolist() for n, t in each.items()} for each in states]
+        return str(error), *whole
+    return ("nothing",)
 
 
 def save_histories(folder):

@@ -1,27 +1,37 @@
 """Output of a finished run: its weights in one safetensors file, and the files of its task."""
 
 import contextlib
+import copy
 import hashlib
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError, ConfigError, blamed_on
+from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError, blamed_on
 from narrowcast.plain_files import open_plain
+from narrowcast.precision.dtensor import as_sharded
 from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.weights.master import Full
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.folder import CHECKPOINTS, RECORDS
 from narrowcast.runs.lock import LOCK
 from narrowcast.runs.strict_json import peek_json
-from narrowcast.runs.writing import explain_write_error, replace_file, written_atomically
-from narrowcast.training.checkpoints.tree import flatten, write_tensors
+from narrowcast.runs.writing import (
+    explain_write_error,
+    replace_file,
+    sync_file,
+    written_atomically,
+)
+from narrowcast.training.checkpoints.ranks import CheckpointRanks
+from narrowcast.training.checkpoints.tree import tensor_file_header
 from narrowcast.training.task import Task
 
 WEIGHTS = "model.safetensors"
@@ -136,10 +146,154 @@ def export_weights(
 
     For tied weights the file has the first name, as `safetensors.torch.load_model` expects.
     """
-    tied, weights = tied_names(prepared.model), {**prepared.engine.weights.full_by_name(), **best}
-    _, tensors = flatten({name: weights[name] for name in weights if name not in tied})
-    with written_atomically(path, hint="the last checkpoint holds the same weights") as extra:
-        write_tensors(extra, tensors, metadata={"format": "pt"})
+    full = prepared.engine.weights.full
+
+    def get_value(name: str, value: Tensor) -> Tensor:
+        return best[name] if name in best else _value(value, full)
+
+    hint, model = "the last checkpoint holds the same weights", prepared.model
+    sharded = any(as_sharded(parameter) is not None for parameter in model.parameters())
+    # Where each rank has the whole model, the main one exports it alone.
+    _write_whole(model, path, get_value, hint=hint, ranks=CheckpointRanks() if sharded else None)
+
+
+def save_model(
+    run: Prepared | nn.Module,
+    path: str | Path,
+    *,
+    weights: Literal["trained", "ema", "eval"] = "trained",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the whole model of a run, sharded or not, for plain torch or transformers.
+
+    With a process group, every rank must call it, and rank 0 writes. Shards are put together one
+    tensor at a time, so no rank holds more than its shards and one whole tensor.
+
+    Args:
+        run: The prepared run, or a model.
+        path: A file that ends with `.safetensors`; or a folder, which gets `model.safetensors` and,
+            for a transformers model, the configuration that `from_pretrained` reads.
+        weights: The trained weights, their EMA, or the evaluation weights of a lookahead.
+        dtype: Cast floating-point tensors to it. None: unchanged, and fp32 for 16-bit weights
+            with master weights.
+
+    Raises:
+        CheckpointError: The file cannot be written. All ranks raise.
+        ConfigError: The run has no such weights.
+        UnsupportedError: A folder is requested for a PEFT model.
+    """
+    path = Path(path).expanduser().absolute()
+    model = run.model if isinstance(run, Prepared) else run
+    is_file = path.suffix == ".safetensors"
+    if not is_file and hasattr(model, "peft_config"):
+        raise UnsupportedError(
+            f"save_model() writes folders for models without adapters, got {path} for a PEFT "
+            "model. Write a path that ends with .safetensors, or merge the adapter first."
+        )
+    full = _choose_weights(run, weights)
+
+    def get_value(name: str, value: Tensor) -> Tensor:
+        result = _value(value, full)
+        return result.to(dtype) if dtype and result.is_floating_point() else result
+
+    file = path if is_file else path / WEIGHTS
+    ranks, hint = CheckpointRanks(), "the weights in memory are unchanged"
+    ranks.first_does(lambda: _make_folder(file))
+    _write_whole(model, file, get_value, hint=hint, ranks=ranks)
+    if not is_file and hasattr(model, "config"):
+        ranks.first_does(lambda: _write_config(model, path, dtype))
+
+
+def _choose_weights(run: Prepared | nn.Module, which: str) -> Full:
+    """Return a function from a parameter to the value to write."""
+    if isinstance(run, nn.Module):
+        if which != "trained":
+            raise ConfigError(f"weights={which!r} needs a prepared run, got a model. Pass the run.")
+        return lambda parameter: parameter.detach()
+    trained = run.engine.weights
+    trained.ownership.check_not_swapped(doing="save_model()")
+    choices = {"trained": trained.full, "ema": trained.averaged, "eval": trained.answer}
+    if which not in choices:
+        raise ConfigError(f"weights must be {', '.join(choices)}, got {which!r}.")
+    if (which == "ema" and not run.has_ema) or (which == "eval" and not run.has_lookahead):
+        needed = "ema_decay" if which == "ema" else "lookahead"
+        raise ConfigError(f"weights={which!r} needs {needed} in prepare(). Pass weights='trained'.")
+    return choices[which]
+
+
+def _make_folder(file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"Cannot write {file}: {explain_write_error(error)}.") from error
+
+
+def _value(value: Tensor, full: Full) -> Tensor:
+    return full(value) if isinstance(value, nn.Parameter) else value.detach()
+
+
+def _write_whole(
+    model: nn.Module,
+    path: Path,
+    get_value: Callable[[str, Tensor], Tensor],
+    *,
+    hint: str,
+    ranks: CheckpointRanks | None,
+) -> None:
+    """Write a model's state tensor by tensor, by this process or together with all ranks.
+
+    Of tied weights the file has the first.
+    """
+    tied = tied_names(model)
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    tensors = {name: v for name, v in state.items() if name not in tied and isinstance(v, Tensor)}
+    outline = dict[str, tuple[torch.dtype, torch.Size]]()
+    for name, value in tensors.items():
+        result = get_value(name, value)
+        outline[name] = result.dtype, result.shape
+    # Wider ones first: readers map the file, and values are aligned then.
+    order = sorted(outline, key=lambda name: -outline[name][0].itemsize)
+    values = (get_value(name, tensors[name]) for name in order)
+    # Every rank has a part in each; what rank 0 cannot write is read all the same.
+    whole = (v if as_sharded(v) is None else as_sharded(v).full_tensor() for v in values)
+
+    def write() -> None:
+        with written_atomically(path, hint=hint) as extra:
+            with extra.open("wb") as file:
+                file.write(tensor_file_header({name: outline[name] for name in order}))
+                for tensor in whole:
+                    flat = tensor.cpu().contiguous().reshape(-1)
+                    file.write(flat.view(torch.uint8).numpy().data)
+            sync_file(extra)
+
+    if ranks is None:
+        write()
+        return
+
+    def take_part() -> None:
+        try:
+            if ranks.rank == 0:
+                write()
+        finally:
+            for _ in whole:
+                pass
+
+    ranks.together(take_part)
+
+
+def _write_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write the configuration of a transformers model."""
+    if not hasattr(model.config, "save_pretrained"):
+        return
+    config = copy.deepcopy(model.config)
+    # FSDP and prepare() change the class of a model; transformers looks for its own.
+    ours = ("narrowcast.", "torch.distributed.")
+    own = next(each for each in type(model).__mro__ if not each.__module__.startswith(ours))
+    config.architectures = [own.__name__]
+    config.dtype = dtype or torch.float32
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 def tied_names(model: nn.Module) -> set[str]:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @final
-class Ranks:
+class CheckpointRanks:
     """All ranks of the default process group, or one process without a group."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from narrowcast.precision.step.saved_state import (
     state_outline,
 )
 from narrowcast.precision.weights.multi_optimizer import member_optimizers
-from narrowcast.training.checkpoints.ranks import Ranks
+from narrowcast.training.checkpoints.ranks import CheckpointRanks
 from narrowcast.training.checkpoints.sharded import (
     read_sharded,
     take_sharded_snapshot,
@@ -85,7 +85,7 @@ def save_checkpoint(
         ConfigError: `extra` has a value that is neither plain nor a tensor.
         UnsupportedError: The optimizer state or the process group is not supported.
     """
-    path, ranks = _absolute(folder), Ranks()
+    path, ranks = _absolute(folder), CheckpointRanks()
     _wait_for_last(run.engine)
     if background and not ranks.has_own_group:
         raise UnsupportedError(
@@ -125,7 +125,7 @@ def load_checkpoint(run: Prepared, folder: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: The checkpoint is missing or damaged, or of another run. All ranks raise.
     """
-    ranks = Ranks()
+    ranks = CheckpointRanks()
     _wait_for_last(run.engine)
     like = ranks.together(partial(_targets, run))
     state = read_sharded(_absolute(folder), ranks, like=like, largest=_is_amax)

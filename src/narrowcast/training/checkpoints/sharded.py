@@ -35,7 +35,7 @@ from narrowcast.runs.writing import (
     write_text,
 )
 from narrowcast.training.checkpoints.frozen import checksums
-from narrowcast.training.checkpoints.ranks import Ranks
+from narrowcast.training.checkpoints.ranks import CheckpointRanks
 from narrowcast.training.checkpoints.tree import (
     flatten_named,
     joined_name,
@@ -95,7 +95,7 @@ class ShardedSnapshot:
 
 
 def take_sharded_snapshot(
-    state: dict[str, Any], ranks: Ranks, *, copied: bool = False
+    state: dict[str, Any], ranks: CheckpointRanks, *, copied: bool = False
 ) -> ShardedSnapshot:
     """Copy this rank's part of `state` to the host. Synchronises, and runs collectives.
 
@@ -126,7 +126,7 @@ def take_sharded_snapshot(
     return ranks.together(lambda: _snapshot(named, index, by_rank, ranks.rank, copied=copied))
 
 
-def write_sharded(taken: ShardedSnapshot, path: Path, ranks: Ranks) -> int:
+def write_sharded(taken: ShardedSnapshot, path: Path, ranks: CheckpointRanks) -> int:
     """Write a checkpoint with all other ranks, and return its size in bytes.
 
     A crash at any time leaves the checkpoint that was at `path`, or the new one.
@@ -145,7 +145,7 @@ def write_sharded(taken: ShardedSnapshot, path: Path, ranks: Ranks) -> int:
 
 def read_sharded(
     path: Path,
-    ranks: Ranks,
+    ranks: CheckpointRanks,
     *,
     like: Callable[[str], Tensor | None] = lambda name: None,
     largest: Callable[[str], bool] = lambda name: False,
@@ -424,7 +424,7 @@ class _Reader(Mapping[str, Tensor]):
     def __init__(
         self,
         path: Path,
-        ranks: Ranks,
+        ranks: CheckpointRanks,
         like: Callable[[str], Tensor | None],
         largest: Callable[[str], bool],
     ) -> None:

@@ -3,16 +3,19 @@
 What JSON lacks (tuples, keys that are numbers, inf) is an object with one key that starts with `$`.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from narrowcast.errors import UnsupportedError
 from narrowcast.runs.writing import sync_file
 
 GetName = Callable[[Tensor, tuple[object, ...]], str]
@@ -118,6 +121,43 @@ def _checked_key(key: Any, path: tuple[object, ...]) -> str | int:
         return key
     where = "/".join(str(part) for part in path)
     raise TypeError(f"{where}: a checkpoint cannot hold a dict with a {type(key).__name__} as key")
+
+
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def tensor_file_header(outline: Mapping[str, tuple[torch.dtype, torch.Size]]) -> bytes:
+    """Return how a safetensors file begins, before the values of its tensors in this order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in outline.items():
+        if dtype not in _SAFETENSORS_DTYPES:
+            raise UnsupportedError(
+                f"{name} must have a dtype that safetensors has, got {dtype}. Cast it first."
+            )
+        begin, end = end, end + shape.numel() * dtype.itemsize
+        kind, offsets = _SAFETENSORS_DTYPES[dtype], [begin, end]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], *, metadata: dict[str, str]) -> None:
