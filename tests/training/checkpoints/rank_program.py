@@ -19,6 +19,7 @@ from narrowcast.training.checkpoints.tree import flatten_named, joined_name
 _FORKED = "forked rank"
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"fused_optimizer": True}),
+    "plain adamw": (torch.optim.AdamW, {"fused_optimizer": False}),
     "sgd": (lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9), {}),
 }
 
