@@ -5,7 +5,9 @@ import inspect
 import io
 import pickle
 from abc import ABC, abstractmethod
+from collections.abc import Sized
 from types import MethodType
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import narrowcast as nc
 
 POLICIES = ["fp32", "bf16", "fp16", "bf16, params=bf16, master=split", "fp8-tensor"]
 REGISTRY = {}
+T = TypeVar("T")
 MADE = []
 
 
@@ -74,6 +77,51 @@ class Concrete(Abstract):
         return self.linear(x)
 
 
+class Slots:
+    __slots__ = ()
+
+
+class AbstractFirst(ABC, nn.Module):
+    """As the modules of sentence-transformers are: not laid out as `nn.Module` is."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("seen", torch.zeros(()))
+
+    @abstractmethod
+    def forward(self, x): ...
+
+
+class ConcreteOfAbstract(AbstractFirst):
+    def forward(self, x):
+        return self.linear(x)
+
+
+class GenericFirst(Generic[T], Slots, nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class OfBoth(ConcreteOfAbstract, GenericFirst[int]):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class LinearOfAbstract(Sized, nn.Linear):
+    """A layer whose products are replaced, too."""
+
+    def __init__(self):
+        super().__init__(16, 16)
+
+    def __len__(self):
+        return self.out_features
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     """Of weights as other tests leave the generator, some overflow fp16 at the first loss scale."""
@@ -112,6 +160,29 @@ def test_no_registry_sees_the_classes_made_here(policy):
     assert isinstance(model[2], Abstract)
     run.release()
     assert [type(m) for m in model] == [Block, WithMeta, Concrete]
+
+
+@pytest.mark.parametrize("kind", [ConcreteOfAbstract, GenericFirst, OfBoth, LinearOfAbstract])
+@pytest.mark.parametrize("policy", ["bf16, params=bf16, master=split", "fp8-tensor"])
+def test_a_module_of_another_base_before_nn_module_can_be_prepared(kind, policy):
+    model = nn.Sequential(kind(), nn.Linear(16, 16))
+    state = copy.deepcopy(model.state_dict())
+    run = prepared(model, policy)
+    assert list(model.state_dict()) == list(state)
+    assert isinstance(model[0], kind)
+    assert type(type(model[0])()) is kind
+    torch._dynamo.reset()
+    with run.autocast():
+        eager = model(torch.ones(4, 16))
+        compiled = torch.compile(model, backend="eager", fullgraph=True)(torch.ones(4, 16))
+    assert torch.equal(eager, compiled)
+    assert step(run).applied
+    copied = copy.deepcopy(model)
+    assert type(copied[0]) is kind
+    assert torch.equal(copied.state_dict()["1.weight"], run.fp32_state_dict()["1.weight"])
+    run.release()
+    assert type(model[0]) is kind
+    assert set(vars(model[0])) == set(vars(kind()))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -231,14 +302,14 @@ def test_a_copy_of_a_part_is_plain_too():
 
 
 def test_a_prepare_that_fails_leaves_the_model_as_it_was():
-    class Alone(type):
-        def mro(cls):
-            if len(cls.__bases__) > 1:
-                raise TypeError("this one keeps its class")
-            return super().mro()
+    class Stubborn(nn.Linear):
+        @property
+        def __class__(self):
+            return Stubborn
 
-    class Stubborn(nn.Linear, metaclass=Alone):
-        pass
+        @__class__.setter
+        def __class__(self, kind):
+            raise TypeError("this one keeps its class")
 
     model = nn.Sequential(Block(), Stubborn(16, 16))
     before, kinds = set(vars(model[0])), [type(m) for m in model.modules()]

@@ -131,7 +131,7 @@ def working_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that decides what a module computes, which transparent ones do not."""
     kind = type(module)
     while issubclass(kind, Transparent):
-        kind = kind.__bases__[1]
+        kind = kind.__bases__[0]
     return kind
 
 
@@ -184,7 +184,9 @@ def _joined(mixin: Any, plain: Any) -> type[nn.Module]:
     meta = _joined_meta(cast(Any, type(plain)))
     # Not by calling it: a metaclass may keep a registry too.
     maker: Any = ABCMeta if issubclass(meta, ABCMeta) else type
-    made = maker.__new__(meta, plain.__name__, (mixin, plain), namespace)
+    # The plain class is the first base, so that its instances have the same layout, also where it
+    # derives from `ABC` or `Generic` before `nn.Module`. `mro` puts the mixin in front.
+    made = maker.__new__(meta, plain.__name__, (plain, mixin), namespace)
     return cast("type[nn.Module]", made)
 
 
@@ -201,7 +203,15 @@ def _joined_meta(meta: Any) -> Any:
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return cls.nc_most_plain(*args, **kwargs)
 
-    return type(meta.__name__, (meta,), {"__call__": call, "nc_makes_plain": True})
+    def mro(cls: Any) -> list[type]:
+        if "nc_most_plain" not in vars(cls):
+            return cast("list[type]", meta.mro(cls))
+        plain, mixin = cls.__bases__
+        added = [each for each in mixin.__mro__ if each not in plain.__mro__]
+        return [cls, *added, *plain.__mro__]
+
+    namespace = {"__call__": call, "mro": mro, "nc_makes_plain": True}
+    return type(meta.__name__, (meta,), namespace)
 
 
 def _own_forward(forward: Any, plain: Any) -> Any:
