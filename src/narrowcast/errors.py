@@ -38,6 +38,12 @@ class DivergedError(NarrowcastError):
         self.fact = fact
 
 
+class RankError(NarrowcastError):
+    """Another process of a run on several ranks died, hung or failed."""
+
+    exit_code = 5
+
+
 class CheckpointError(NarrowcastError):
     """A checkpoint or run folder is missing, damaged, or from another run."""
 

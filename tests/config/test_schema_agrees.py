@@ -28,7 +28,7 @@ VALUES = (
 )  # fmt: skip
 TOGETHER = {
     "fault_injection", "model.heads", "model.kv_heads", "model.width", "lr_schedule.min_lr_ratio",
-    "data.text",
+    "data.text", "parallel.restarts", "parallel.shard",
     "optimizer.fused", "optimizer.momentum", "precision.loss_scale.growth_factor",
     "precision.schedule",
     "precision.loss_scale.backoff_factor", "precision.loss_scale.init_scale",

@@ -3,11 +3,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch.distributed
 
 import narrowcast as nc
 from narrowcast.cli.entry import run_command
-from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.errors import ConfigError
 from narrowcast.runner.out_dir import out_dir
 from narrowcast.runs import RunFolder
 
@@ -98,31 +97,6 @@ def test_a_link_to_nowhere_in_the_place_of_all_runs_is_said(tiny, capsys):
     Path("runs").symlink_to("nowhere")
     assert run_command(["train", tiny]) == 2
     assert "Cannot create a run folder at runs/tiny" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_every_process_of_torchrun_ends_with_what_to_write(rank, monkeypatch, capsys, tmp_path):
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    for words in (["train", "quickstart", "--out", "mine"], ["train", "quickstart"]):
-        assert run_command(words) == 3
-        assert "got WORLD_SIZE=2. Start narrowcast without torchrun" in capsys.readouterr().err
-    RunFolder.create("old", recipe_text="", resolved={}, environment={}).close()
-    assert run_command(["resume", "old"]) == 3
-    for begin in (lambda: nc.train("quickstart"), lambda: nc.resume("old")):
-        with pytest.raises(UnsupportedError, match="one process"):
-            begin()
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
-
-
-def test_a_run_inside_a_process_group_of_several_raises():
-    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=4)
-    try:
-        with pytest.raises(UnsupportedError, match="process group of 4"):
-            nc.train("quickstart")
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_a_world_of_one_process_trains(monkeypatch):

@@ -47,6 +47,10 @@ class Handlers(Squares):
         return (torch.tensor([signal.getsignal(s) == signal.SIG_IGN for s in asked]),)
 
 
+def stream_of(data, batch_size, *, seed, **settings):
+    return BatchStream(data, Order(samples=len(data), batch_size=batch_size, seed=seed), **settings)
+
+
 def first(stream, n):
     return [tuple(t.tolist() for t in batch) for batch in itertools.islice(stream, n)]
 
@@ -89,7 +93,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_batches_hold_the_samples_of_their_numbers():
-    with BatchStream(Squares(10), 3, seed=0, device=CPU) as stream:
+    with stream_of(Squares(10), 3, seed=0, device=CPU) as stream:
         numbers, squares = next(stream)
     assert numbers.tolist() == Order(samples=10, batch_size=3, seed=0).indices(0)
     assert squares.tolist() == [i * i for i in numbers.tolist()]
@@ -97,17 +101,17 @@ def test_batches_hold_the_samples_of_their_numbers():
 
 def test_a_batch_larger_than_the_data_is_refused():
     with pytest.raises(ConfigError, match=r"training samples, 5, got .*batch_size=5 or less"):
-        BatchStream(Squares(5), 6, seed=0, device=CPU)
+        stream_of(Squares(5), 6, seed=0, device=CPU)
 
 
 def test_no_data_at_all_is_refused():
     with pytest.raises(ConfigError, match=r"at least one sample, got 0\. Add data"):
-        BatchStream(Squares(0), 1, seed=0, device=CPU)
+        stream_of(Squares(0), 1, seed=0, device=CPU)
 
 
 def test_workers_give_the_same_batches_in_the_same_order_as_none():
     def batches(workers):
-        stream = BatchStream(Squares(20), 3, seed=1, start=4, workers=workers, device=CPU)
+        stream = stream_of(Squares(20), 3, seed=1, start=4, workers=workers, device=CPU)
         with stream:
             return first(stream, 15)
 
@@ -115,7 +119,7 @@ def test_workers_give_the_same_batches_in_the_same_order_as_none():
 
 
 def test_workers_are_other_processes_and_end_with_the_stream():
-    with BatchStream(ProcessNumbers(8), 2, seed=0, workers=2, device=CPU) as stream:
+    with stream_of(ProcessNumbers(8), 2, seed=0, workers=2, device=CPU) as stream:
         fetchers = {int(next(stream)[0][0]) for _ in range(4)}
     assert os.getpid() not in fetchers
     assert len(fetchers) == 2
@@ -125,14 +129,14 @@ def test_workers_are_other_processes_and_end_with_the_stream():
 
 
 def test_workers_ignore_the_signals_that_end_a_run():
-    with BatchStream(Handlers(8), 2, seed=0, workers=1, device=CPU) as stream:
+    with stream_of(Handlers(8), 2, seed=0, workers=1, device=CPU) as stream:
         assert next(stream)[0].all()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_fetching_draws_nothing_from_the_random_generator_of_the_run(workers):
     before = torch.get_rng_state()
-    with BatchStream(Squares(8), 2, seed=0, workers=workers, device=CPU) as stream:
+    with stream_of(Squares(8), 2, seed=0, workers=workers, device=CPU) as stream:
         first(stream, 3)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -147,7 +151,7 @@ def test_batches_on_the_gpu_are_those_on_the_cpu(workers, prefetch):
     order = Order(samples=len(data), batch_size=1 << 12, seed=0)
     ballast = torch.randn(4096, 4096, device=device)
     sums = []
-    stream = BatchStream(data, 1 << 12, seed=0, workers=workers, prefetch=prefetch, device=device)
+    stream = stream_of(data, 1 << 12, seed=0, workers=workers, prefetch=prefetch, device=device)
     with stream:
         for _, (numbers, squares) in zip(range(60), stream, strict=False):
             ballast = ballast @ ballast * 0 + 1
@@ -163,7 +167,7 @@ def test_batches_on_the_gpu_are_those_on_the_cpu(workers, prefetch):
 def test_torchs_own_subsets_are_stacked_as_its_loader_does():
     samples = [{"x": torch.tensor([float(n)]), "y": n} for n in range(8)]
     subset = torch.utils.data.Subset(samples, [7, 5, 3, 1])
-    with BatchStream(subset, 4, seed=0, device=torch.device("cpu")) as stream:
+    with stream_of(subset, 4, seed=0, device=torch.device("cpu")) as stream:
         batch = next(stream)
     assert sorted(batch["y"].tolist()) == [1, 3, 5, 7]
     assert torch.equal(batch["x"].squeeze(1), batch["y"].float())
@@ -173,7 +177,7 @@ def test_torchs_own_subsets_are_stacked_as_its_loader_does():
 def test_a_count_of_items_that_is_no_whole_number_is_refused(items):
     device = torch.device("cpu")
     with (
-        BatchStream(Squares(8), 4, seed=0, device=device, count=lambda batch: items) as stream,
+        stream_of(Squares(8), 4, seed=0, device=device, count=lambda batch: items) as stream,
         pytest.raises(ConfigError, match="items must return the number"),
     ):
         next(stream)
@@ -190,7 +194,7 @@ class Augmented:
 
 
 def augmented(count, *, start=0, workers):
-    stream = BatchStream(
+    stream = stream_of(
         Augmented(), 8, seed=3, start=start, workers=workers, device=torch.device("cpu")
     )
     with stream:
@@ -216,9 +220,28 @@ class Broken(Augmented):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_fails_is_named_and_no_worker_outlives_it(workers):
     """An exception is kept, with all frames it came through, by whoever looks at it."""
-    stream = BatchStream(Broken(), 8, seed=0, workers=workers, device=torch.device("cpu"))
+    stream = stream_of(Broken(), 8, seed=0, workers=workers, device=torch.device("cpu"))
     with pytest.raises(OSError, match="picture 17 is corrupt") as caught, stream:
         list(itertools.islice(stream, 5))
     told = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
     assert "sample 17 of the task's train_data" in told
     assert not multiprocessing.active_children()
+
+
+@given(size=sizes, seed=integers(0, 9), start=integers(0, 40), ranks=integers(1, 4))
+def test_the_shares_of_all_ranks_are_the_batches_of_one_process(size, seed, start, ranks):
+    samples, batch_size = size[0] + 4, max(size[1], ranks)
+    order = Order(samples=samples, batch_size=batch_size, seed=seed)
+    shares = [
+        Order(samples=samples, batch_size=batch_size, seed=seed, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
+    streams = zip(*(share.starting_at(start) for share in shares), strict=True)
+    for batch, parts in itertools.islice(zip(order.starting_at(start), streams, strict=False), 5):
+        assert [batch[rank::ranks] for rank in range(ranks)] == list(parts)
+    assert sum(share.share for share in shares) == pytest.approx(ranks)
+
+
+def test_more_ranks_than_samples_in_a_batch_raise():
+    with pytest.raises(ConfigError, match="at least the number of ranks, 4"):
+        Order(samples=9, batch_size=3, seed=0, ranks=4)

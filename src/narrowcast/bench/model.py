@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from narrowcast.config.common_sections import LrScheduleSection
 from narrowcast.config.sections import Recipe
 from narrowcast.hardware import detect_hardware
-from narrowcast.training.data import BatchStream
+from narrowcast.training.data import BatchStream, batch_order
 from narrowcast.training.task import Batch, LossParts, Task
 from narrowcast.workloads import build_task
 from narrowcast.workloads.lm.model import GPT
@@ -92,8 +92,7 @@ def set_up(recipe: Recipe) -> Workbench:
     task = build_task(recipe, device=device)
     with BatchStream(
         task.train_data,
-        recipe.batch_size,
-        seed=recipe.seed,
+        batch_order(len(task.train_data), recipe),
         device=device,
         collate=task.collate,
     ) as stream:

@@ -27,7 +27,13 @@ from narrowcast.training.phase_plans import end_text, get_phases
 
 
 def introduce(
-    console: Console, recipe: Recipe, *, plan: Plan, notes: Sequence[str], folder: str
+    console: Console,
+    recipe: Recipe,
+    *,
+    plan: Plan,
+    notes: Sequence[str],
+    folder: str,
+    ranks: int = 1,
 ) -> None:
     """Print what is about to be trained, how, on what, and where it is saved."""
     parameters = sum(module.parameters for module in plan.modules)
@@ -42,7 +48,8 @@ def introduce(
     for number, note in enumerate(notes):
         say(console, "" if number else "task", note)
     say(console, "formats", _formats(recipe, plan))
-    say(console, "device", f"{plan.hardware.name} ({plan.hardware.device})")
+    shared = f", {ranks} ranks" if ranks > 1 else ""
+    say(console, "device", f"{plan.hardware.name} ({plan.hardware.device}){shared}")
     say_command(console, "folder", folder)
 
 
@@ -64,6 +71,10 @@ def _formats(recipe: Recipe, plan: Plan) -> str:
 
 def run_loop(run: Run, *, console: Console) -> None:
     """Show each record as it comes, then print what came of the run and where it is."""
+    if run.folder is None:  # of a rank that writes and prints nothing
+        for _ in run.records():
+            pass
+        return
     task = run.task.info
     tally, stopping = Tally(steps=run.recipe.steps), EarlyStopping(run.recipe.eval, task)
     for record in run.earlier:

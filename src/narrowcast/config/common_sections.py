@@ -16,6 +16,9 @@ from narrowcast.config.limits import (
     MOST_ENTRIES,
     MOST_MICRO_BATCHES,
     MOST_OVERRIDES,
+    MOST_RANKS,
+    MOST_RESTARTS,
+    MOST_SECONDS,
     SMALLEST_SCALE,
 )
 from narrowcast.config.phases import PhaseSection, PolicyText, check_ends
@@ -419,3 +422,51 @@ class MemorySection(Section):
                 "activation_checkpointing=blocks too, or leave blocks out"
             )
             yield ("blocks", "activation_checkpointing"), text
+
+
+class ParallelSection(Section):
+    """How many processes train the model together, and what each of them has of it."""
+
+    ranks: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_RANKS,
+        description="processes that train together, one per GPU; none: those of the launcher, or 1",
+    )
+    strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = Field(
+        default="auto",
+        description=(
+            "what each rank has of the model: all (ddp), a shard (fsdp), or a shard per group of "
+            "ranks (hsdp)"
+        ),
+    )
+    shard: int | None = Field(
+        default=None,
+        ge=2,
+        le=MOST_RANKS,
+        description="ranks that share one copy of the weights (hsdp); none: those of a machine",
+    )
+    timeout: float = Field(
+        default=600.0,
+        ge=1,
+        le=MOST_SECONDS,
+        description="seconds that ranks wait for each other before the run ends",
+    )
+    restarts: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_RESTARTS,
+        description="restarts from the last checkpoint after a rank failed, with parallel.ranks",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield a shard size that nothing uses, and restarts of processes we do not start."""
+        if self.shard is not None and self.strategy != "hsdp":
+            text = "shard needs parallel.strategy=hsdp. Write it too, or leave shard out"
+            yield ("shard", "strategy"), text
+        if self.restarts and (self.ranks or 1) == 1:
+            text = (
+                "restarts needs parallel.ranks=2 or more. With torchrun, write "
+                "`torchrun --max-restarts` instead"
+            )
+            yield ("restarts", "ranks"), text

@@ -12,6 +12,12 @@ MOST_MICRO_BATCHES = 2**16
 """Of a step; larger batches than this times a device's have not been found to help."""
 MOST_WORKERS = 1024
 """Processes that feed one device; the largest hosts have 512 cores."""
+MOST_RANKS = 2**16
+"""Processes of a run; the largest published runs have 24,576 GPUs."""
+MOST_SECONDS = 7 * 24 * 3600
+"""A week, the longest that schedulers grant."""
+MOST_RESTARTS = 1000
+"""Restarts of a run after a failed process."""
 MOST_AHEAD = 1024
 """Batches kept ready, all of them in the host's memory."""
 LARGEST_RATE = 1e6

@@ -18,6 +18,7 @@ from narrowcast.config.common_sections import (
     LrScheduleSection,
     MemorySection,
     OptimizerSection,
+    ParallelSection,
     PrecisionSection,
 )
 from narrowcast.config.limits import (
@@ -168,6 +169,9 @@ class CommonSettings(Section):
     )
     memory: MemorySection = Field(
         default_factory=MemorySection, description="memory saving on the device"
+    )
+    parallel: ParallelSection = Field(
+        default_factory=ParallelSection, description="several GPUs and machines"
     )
     strategy: StrategySection = Field(
         default_factory=StrategySection, description="training strategy that needs fewer steps"

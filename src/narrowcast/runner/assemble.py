@@ -21,9 +21,10 @@ from narrowcast.runs import Record
 from narrowcast.strategies.hybrid.phase_formats import phase_policies
 from narrowcast.strategies.hybrid.plan import STRATEGY, described
 from narrowcast.strategies.hybrid.strategy import HybridStrategy
-from narrowcast.training.data import Order
+from narrowcast.training.data import batch_order
+from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.phase_plans import each_phase, get_phases, phases_json, plan_phases
-from narrowcast.training.setup import prepare_recipe
+from narrowcast.training.setup import check_ranks, prepare_recipe
 from narrowcast.training.strategy import PLAIN, Strategy
 from narrowcast.training.task import Task
 from narrowcast.training.train_loop import train_loop
@@ -42,6 +43,7 @@ class Assembled:
     """One plan per phase; the model is prepared for the first."""
     strategy: Strategy
     """What acts between steps; plain training does nothing."""
+    ranks: RunRanks = ALONE
 
     def records(
         self,
@@ -59,24 +61,31 @@ class Assembled:
             resume=resume,
             accept=accept,
             strategy=self.strategy,
+            ranks=self.ranks,
         )
 
 
-def assemble(recipe: Recipe) -> Assembled:
+def assemble(recipe: Recipe, *, ranks: RunRanks = ALONE) -> Assembled:
     """Build the task, the prepared model and the strategy of `recipe` on its device."""
+    recipe = recipe.model_copy(update={"device": ranks.device(recipe.device)})
     hardware = check_settings(recipe)
     phases = planned(recipe, hardware)
     _require_memory(max(phases, key=lambda plan: sum(plan.bytes.values())))
     task = build_task(recipe, device=torch.device(hardware.device))
     phases = tuple(with_losses(plan, task.model) for plan in phases)
     # The trainer would find a batch that is too large only once the run has begun.
-    Order(samples=len(task.train_data), batch_size=recipe.batch_size, seed=recipe.seed)
+    batch_order(len(task.train_data), recipe, rank=ranks.rank, ranks=ranks.size)
+    if ranks.several:
+        for plan in phases:
+            check_ranks(recipe, task, policy=plan.policy)
     recipe = recipe.for_samples(len(task.train_data))
     prepared = prepare_recipe(recipe, task, plan=phases[0])
     strategy: Strategy = PLAIN
     if recipe.strategy.is_hybrid:
         strategy = HybridStrategy(prepared, task, recipe)
-    return Assembled(recipe=recipe, task=task, prepared=prepared, plans=phases, strategy=strategy)
+    return Assembled(
+        recipe=recipe, task=task, prepared=prepared, plans=phases, strategy=strategy, ranks=ranks
+    )
 
 
 def check_settings(recipe: Recipe) -> Hardware:

@@ -18,6 +18,7 @@ from narrowcast.training.checkpoints.settings import (
     difference_text,
     places_in,
 )
+from narrowcast.training.parallel import RunRanks
 from narrowcast.training.phase_plans import TASK_ROW
 from narrowcast.workloads import workload_sections
 
@@ -109,6 +110,21 @@ def notices(
     if not _text(run):
         result.append("recipe.yaml cannot be read, so the settings come from resolved.json")
     return result + _other_formats(run, plan)
+
+
+def ranks_notice(state: Mapping[str, Any] | None, ranks: RunRanks) -> list[str]:
+    """Return a notice if the run continues on another number of ranks."""
+    before = 1 + len((state or {}).get("random_of_ranks", {}))
+    if state is None or before == ranks.size:
+        return []
+    return [
+        f"the run continues on {_ranks(ranks.size)} instead of {before}: batches are the same, "
+        "random numbers such as those of dropout are not"
+    ]
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def recorded_task_row(run: RunFolder) -> Mapping[str, Any] | None:

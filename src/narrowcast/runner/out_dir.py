@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from narrowcast.config.problems import shown_path
-from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
+from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.runs import RunFolder
 from narrowcast.runs.folder import holds_a_run
 
@@ -35,7 +34,6 @@ def out_dir(name: str, out: str | None) -> Iterator[OutDir]:
 
     A default folder is created at once, so that two runs that start together get one each.
     """
-    check_one_process()
     if out is not None:
         require_no_run(Path(out))
         yield OutDir(path=Path(out))
@@ -49,26 +47,6 @@ def out_dir(name: str, out: str | None) -> Iterator[OutDir]:
             location.path.rmdir()
             if is_first:
                 RUNS.rmdir()
-
-
-def check_one_process() -> None:
-    """Raise in every process of a run that was started as several, by torchrun for example."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    got = f"WORLD_SIZE={size}" if size.isdecimal() and int(size) > 1 else ""
-    torch = sys.modules.get("torch")  # imported if there is a process group
-    if (
-        torch is not None
-        and torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-    ):
-        ranks = torch.distributed.get_world_size()
-        got = f"a process group of {ranks}" if ranks > 1 else got
-    if got:
-        raise UnsupportedError(
-            f"Recipes train in one process on one device, got {got}. Start narrowcast without "
-            "torchrun. For several GPUs, write a loop of your own: nc.prepare(model, optimizer), "
-            "then DistributedDataParallel(model)."
-        )
 
 
 def alternative_paths(path: Path) -> Iterator[Path]:

@@ -24,11 +24,13 @@ from narrowcast.runner.changes import (
     PLAN,
     continued,
     notices,
+    ranks_notice,
     recorded_task_row,
     require_acceptable,
 )
 from narrowcast.runner.finished import report_is_due, require_places, write_due_report
-from narrowcast.runner.out_dir import check_one_process, require_no_run
+from narrowcast.runner.launch import parallel_settings, remember_folder
+from narrowcast.runner.out_dir import require_no_run
 from narrowcast.runner.progress import RunProgress, find_display
 from narrowcast.runs import (
     EvalRecord,
@@ -43,6 +45,7 @@ from narrowcast.runs.commands import resume_command
 from narrowcast.runs.folder import RECORDS, RESOLVED
 from narrowcast.runs.tally import Tally
 from narrowcast.training.checkpoints.resume import latest_state, require_records, rewind_to
+from narrowcast.training.parallel import ALONE, RunRanks, join, running_ranks
 from narrowcast.training.task import Task
 from narrowcast.workloads import load_recipe
 
@@ -297,9 +300,19 @@ def train(
     KEY=VALUE as on the command line. `out` is the run folder, new or empty; without one nothing is
     written. Raises for invalid settings before anything is trained.
     """
-    check_one_process()
     loaded = _loaded(recipe, overrides)
-    if out is not None:
+    return start(loaded, out=out, ranks=join(loaded.recipe.parallel, device=loaded.recipe.device))
+
+
+def start(loaded: LoadedRecipe, *, out: str | Path | None, ranks: RunRanks) -> Run:
+    """Set up a run of a loaded recipe on the ranks that this process has joined; see `train`."""
+    with ranks.ending_together():
+        return _started(loaded, out=out, ranks=ranks)
+
+
+def _started(loaded: LoadedRecipe, *, out: str | Path | None, ranks: RunRanks) -> Run:
+    ranks.at("building the model")
+    if out is not None and ranks.is_main:
         require_no_run(Path(out))
     require_trackers(loaded.recipe.trackers)
     if out is None and loaded.recipe.trackers:
@@ -308,20 +321,21 @@ def train(
             "one. Pass out=, or no trackers."
         )
     by_task = decided(loaded, check_settings(loaded.recipe))
-    assembled = assemble(by_task.loaded.recipe)
+    assembled = assemble(by_task.loaded.recipe, ranks=ranks)
     loaded = by_task.loaded.for_samples(len(assembled.task.train_data))
     path = None if out is None else Path(out)
     records = assembled.records(loaded.recipe, folder=path)
     if loaded.recipe.strategy.has_baseline:
         records = _with_baseline(loaded.recipe, records)
-    if path is None:
+    if path is None or not ranks.is_main:
         return Run(loaded, assembled, records, folder=None, task_row=by_task.row)
     folder = RunFolder.create(
         path,
         recipe_text=loaded.text,
         resolved=loaded.resolved(),
-        environment=describe_environment(),
+        environment=_environment(ranks),
     )
+    remember_folder(ranks, path)
     folder.set_task_info(assembled.task.info)
     folder.write_json(PLAN, plan_json(loaded.recipe, assembled.plans, task_row=by_task.row))
     return Run(loaded, assembled, records, folder=folder, task_row=by_task.row)
@@ -334,7 +348,23 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
     names differences to accept: "data", "settings", "records". Everything is checked before
     anything in the folder changes. A finished run yields no step, and has its model.
     """
-    check_one_process()
+    settings = parallel_settings(folder, list(overrides := list(overrides)))
+    ranks = ALONE if running_ranks() == 1 else join(settings, device="auto")
+    return start_again(folder, overrides, accept=accept, ranks=ranks)
+
+
+def start_again(
+    folder: str | Path, overrides: Sequence[str], *, accept: Iterable[str] = (), ranks: RunRanks
+) -> Run:
+    """Set up a run to continue on the ranks that this process has joined; see `resume`."""
+    with ranks.ending_together():
+        return _started_again(folder, overrides, accept=accept, ranks=ranks)
+
+
+def _started_again(
+    folder: str | Path, overrides: Sequence[str], *, accept: Iterable[str], ranks: RunRanks
+) -> Run:
+    ranks.at("loading the run")
     accepted = sorted(set(accept))
     require_acceptable(accepted)
     with contextlib.ExitStack() as stack:
@@ -342,15 +372,18 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         missing = {"settings": RESOLVED, "records": RECORDS}
         needs = [name for word, name in missing.items() if word not in accepted]
         run = stack.enter_context(RunFolder.open(folder, needs=needs))
-        run.claim()
-        require_places(run.path)
+        if ranks.is_main:
+            run.claim()
+            require_places(run.path)
         state = latest_state(run)
         recipes = continued(run, list(overrides), state=state, accept=accepted)
         loaded = recipes.after
+        ranks.require(loaded.recipe.parallel)
         require_trackers(loaded.recipe.trackers)
-        require_records(run, state, accept=accepted)
+        if ranks.is_main:
+            require_records(run, state, accept=accepted)
         with _where_it_began(run):
-            assembled = assemble(loaded.recipe)
+            assembled = assemble(loaded.recipe, ranks=ranks)
         loaded = loaded.for_samples(len(assembled.task.train_data))
         records = assembled.records(loaded.recipe, folder=run.path, resume=state, accept=accepted)
         if state is None and loaded.recipe.strategy.has_baseline:
@@ -364,16 +397,21 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
             dropped=recipes.dropped,
         )
         row = recorded_task_row(run)
+        ranks.barrier()
+        step = 0 if state is None else int(state["step"])
+        if not ranks.is_main:
+            return Run(loaded, assembled, records, folder=None, resumed_from=step)
+        message += ranks_notice(state, ranks)
         # From here on the folder changes.
         run.set_task_info(assembled.task.info)
         earlier = rewind_to(run, state)
         run.write_json(RESOLVED, loaded.resolved())
         run.write_json(PLAN, plan_json(loaded.recipe, assembled.plans, task_row=row))
         message += run.add_session(
-            {**describe_environment(), "accepted": accepted, "notices": message}
+            {**_environment(ranks), "accepted": accepted, "notices": message}
         )
         stack.pop_all()  # it stays open, for the records to come
-    step = 0 if state is None else int(state["step"])
+    remember_folder(ranks, run.path)
     return Run(
         loaded,
         assembled,
@@ -384,6 +422,10 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         earlier=earlier,
         task_row=row,
     )
+
+
+def _environment(ranks: RunRanks) -> dict[str, Any]:
+    return {**describe_environment(), **({"ranks": ranks.size} if ranks.several else {})}
 
 
 @contextlib.contextmanager

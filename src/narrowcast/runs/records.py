@@ -79,6 +79,8 @@ class FindingRecord:
     """What was done about it, or empty."""
     advice: str
     """What to try, or empty."""
+    rank: int | None = None
+    """The rank that found it; None in one process, or if all ranks found it."""
 
     @property
     def remedy(self) -> str:
@@ -197,6 +199,8 @@ def _to_json(record: Record) -> dict[str, object]:
     values = {_ON_THE_LINE.get(f.name, f.name): getattr(record, f.name) for f in fields(record)}
     if isinstance(record, StepRecord) and not record.loss_parts:
         del values["loss_parts"]  # most losses are of one piece
+    if isinstance(record, FindingRecord) and record.rank is None:
+        del values["rank"]
     return {"kind": kind, **values}
 
 
@@ -211,7 +215,7 @@ def _from_json(cls: type[Record], results: dict[str, Any]) -> Record:
     values: dict[str, Any] = {}
     for f in fields(cls):
         name = _ON_THE_LINE.get(f.name, f.name)
-        if name not in results and name == "loss_parts":
+        if name not in results and name in ("loss_parts", "rank"):
             continue
         if name not in results:
             raise KeyError(f"{name} is missing")
@@ -272,6 +276,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     "int": _whole,
     "float": _number,
     "float | None": _number_or_none,
+    "int | None": lambda name, value: None if value is None else _whole(name, value),
     "bool": _flag,
     "str": _text,
     "tuple[int, ...]": _wholes,

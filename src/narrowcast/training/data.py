@@ -27,11 +27,17 @@ Collate: TypeAlias = Callable[[Any], Batch]
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Samples of batch k; each epoch is a new permutation without its partial last batch."""
+    """Samples of batch k; each epoch is a new permutation without its partial last batch.
+
+    With several ranks, rank r has samples r, r + ranks, r + 2 ranks … of each batch. The batches do
+    not depend on the number of ranks.
+    """
 
     samples: int
     batch_size: int
     seed: int
+    rank: int = 0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.samples == 0:
@@ -41,6 +47,12 @@ class Order:
                 f"batch_size must be at most the number of training samples, {self.samples}, got "
                 f"{self.batch_size}. Write batch_size={self.samples} or less, or add data."
             )
+        if self.batch_size < self.ranks:
+            raise ConfigError(
+                f"batch_size must be at least the number of ranks, {self.ranks}, which share each "
+                f"batch, got {self.batch_size}. Write batch_size={self.ranks} or more, or use "
+                "fewer ranks."
+            )
 
     @property
     def batches_per_epoch(self) -> int:
@@ -48,22 +60,39 @@ class Order:
         return self.samples // self.batch_size
 
     def indices(self, batch: int) -> list[int]:
-        """Return the samples of one batch; for many in a row, `starting_at` is faster."""
+        """Return this rank's samples of a batch; for many in a row, `starting_at` is faster."""
         return next(self.starting_at(batch))
 
     def starting_at(self, batch: int) -> Iterator[list[int]]:
-        """Yield the samples of `batch` and of all that follow it, without end."""
+        """Yield this rank's samples of `batch` and of all that follow it, without end."""
         epoch, within = divmod(batch, self.batches_per_epoch)
         while True:
             permutation = self._permutation(epoch)
             for number in range(within, self.batches_per_epoch):
                 first = number * self.batch_size
-                yield permutation[first : first + self.batch_size].tolist()
+                batch_samples = permutation[first : first + self.batch_size]
+                yield batch_samples[self.rank :: self.ranks].tolist()
             epoch, within = epoch + 1, 0
+
+    @property
+    def share(self) -> float:
+        """Return this rank's samples of a batch, relative to an equal share of all ranks."""
+        mine = len(range(self.rank, self.batch_size, self.ranks))
+        return mine * self.ranks / self.batch_size
+
+    @property
+    def run_seed(self) -> int:
+        """Return the seed of what this rank draws outside of workers, such as dropout."""
+        return hashed(f"{self.seed} rank {self.rank}") if self.rank else self.seed
+
+    def random_seed(self, batch: int) -> int:
+        """Return the seed of what this rank's samples of a batch draw in a worker."""
+        rank = f" rank {self.rank}" if self.ranks > 1 else ""
+        return hashed(f"{self.seed} batch {batch}{rank}")
 
     def _permutation(self, epoch: int) -> Tensor:
         # A hash, not a sum: seed 0 epoch 1 must not be the order of seed 1 epoch 0.
-        generator = torch.Generator().manual_seed(_hashed(f"{self.seed} {epoch}"))
+        generator = torch.Generator().manual_seed(hashed(f"{self.seed} {epoch}"))
         return torch.randperm(self.samples, generator=generator)
 
 
@@ -76,9 +105,8 @@ class BatchStream:
     def __init__(
         self,
         dataset: MapDataset | SampleDataset,
-        batch_size: int,
+        order: Order,
         *,
-        seed: int,
         start: int = 0,
         workers: int = 0,
         prefetch: int = 2,
@@ -86,7 +114,6 @@ class BatchStream:
         collate: Collate | None = None,
         count: Callable[[Batch], int] | None = None,
     ) -> None:
-        order = Order(samples=len(dataset), batch_size=batch_size, seed=seed)
         if collate is None:
             collate = _stacked
         self._count, self._counts = count, deque[int]()
@@ -151,7 +178,8 @@ def _listed(indices: list[int]) -> str:
     return f"{', '.join(map(str, indices[:8]))}{more}"
 
 
-def _hashed(text: str) -> int:
+def hashed(text: str) -> int:
+    """Return a seed that differs for other texts."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
@@ -166,7 +194,7 @@ def _fetched_by_workers(
 ) -> Batches:
     """Yield the batches of `order`, fetched by worker processes, in that order."""
     loader = DataLoader(
-        _Seeded(dataset, order.seed),
+        _Seeded(dataset, order),
         batch_sampler=_From(order, start),  # type: ignore[arg-type]  # for `_Seeded` alone
         num_workers=workers,
         prefetch_factor=max(prefetch, 1),
@@ -205,10 +233,10 @@ class _Seeded(Dataset[Any]):
     """Data whose random numbers depend only on the batch, whatever the workers or resumes."""
 
     data: MapDataset | SampleDataset
-    seed: int
+    order: Order
 
     def __getitems__(self, batch: _Numbered) -> Any:
-        seed_everything(_hashed(f"{self.seed} batch {batch.number}"))
+        seed_everything(self.order.random_seed(batch.number))
         return fetch(self.data, batch.indices)
 
 
@@ -273,12 +301,20 @@ def _copied_ahead(batches: Batches, device: torch.device, *, depth: int) -> Batc
             yield ready
 
 
-def make_batches(task: Task, recipe: Recipe, *, start: int, device: torch.device) -> BatchStream:
+def batch_order(samples: int, recipe: Recipe, *, rank: int = 0, ranks: int = 1) -> Order:
+    """Return the order of a recipe's samples, as one of several ranks reads them."""
+    return Order(
+        samples=samples, batch_size=recipe.batch_size, seed=recipe.seed, rank=rank, ranks=ranks
+    )
+
+
+def make_batches(
+    task: Task, recipe: Recipe, order: Order, *, start: int, device: torch.device
+) -> BatchStream:
     """Return the batches of a run from batch `start` on."""
     return BatchStream(
         task.train_data,
-        recipe.batch_size,
-        seed=recipe.seed,
+        order,
         start=start,
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,

@@ -28,6 +28,7 @@ from narrowcast.training.checkpoints.checkpoint import checkpoint_step, checkpoi
 from narrowcast.training.checkpoints.export import RunEnd
 from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.tree import flatten, unflatten, write_tensors
+from narrowcast.training.parallel import ALONE, RunRanks
 
 FOLDER = "best"
 _NAME = re.compile(r"step-([0-9]{1,18})\.safetensors")
@@ -38,8 +39,15 @@ class BestWeights:
     """The weights of the best evaluation so far, if the run exports them."""
 
     def __init__(
-        self, prepared: Prepared, frozen: FrozenWeights, *, folder: Path | None, wanted: bool
+        self,
+        prepared: Prepared,
+        frozen: FrozenWeights,
+        *,
+        folder: Path | None,
+        wanted: bool,
+        ranks: RunRanks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self._prepared, self._frozen, self._folder, self._wanted = prepared, frozen, folder, wanted
         self.step = 0
         """Step of the weights; 0 if there are none."""
@@ -58,8 +66,11 @@ class BestWeights:
         if self._folder is None:
             self._held = map_tensors(state, lambda tensor: tensor.detach().cpu().clone())
         else:
-            self._sha256 = _write(_weights_path(self._folder, step), state)
-            _remove_useless(self._folder, before=self.step, now=step)
+            digest = ""
+            if self._ranks.is_main:
+                digest = _write(_weights_path(self._folder, step), state)
+                _remove_useless(self._folder, before=self.step, now=step)
+            self._sha256 = self._ranks.from_main(digest)
         self.step = step
 
     def load_into_model(self) -> dict[str, Tensor]:
@@ -69,7 +80,8 @@ class BestWeights:
         state = self._held
         if self._folder is not None:
             state = self._read(self._folder)
-            _remove_useless(self._folder, before=self.step, now=self.step)
+            if self._ranks.is_main:
+                _remove_useless(self._folder, before=self.step, now=self.step)
         assert state is not None
         put_weights(self._prepared.engine, state)
         weights: dict[str, Tensor] = state["weights"]

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -19,6 +18,7 @@ from narrowcast.runs.task_info import AVERAGED
 from narrowcast.runs.vitals import WEIGHTS_NOT_FINITE
 from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.ending import BestWeights, EarlyStopping
+from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.strategy import Strategy
 from narrowcast.training.task import Task
 from narrowcast.training.vital_signs import VitalSigns, bad_weights
@@ -94,22 +94,26 @@ class Evaluations:
         frozen: FrozenWeights,
         folder: Path | None,
         strategy: Strategy,
+        ranks: RunRanks = ALONE,
     ) -> None:
         self._prepared, self._task, self._strategy = prepared, task, strategy
+        self._ranks = ranks
         self.vital_signs = VitalSigns(prepared, task, folder=folder)
         self.early_stopping = EarlyStopping(recipe.eval, task.info)
         self.best_weights = BestWeights(
-            prepared, frozen, folder=folder, wanted=recipe.eval.keep_best
+            prepared, frozen, folder=folder, wanted=recipe.eval.keep_best, ranks=ranks
         )
 
     def measure(self, step: int) -> tuple[EvalRecord, Iterable[Record]]:
-        """Evaluate the weights that the run would return now."""
-        return self._strategy.evaluate(step, partial(evaluate, self._prepared, self._task))
+        """Evaluate the weights that the run would return now; the metrics of rank 0 count."""
+        return self._strategy.evaluate(
+            step, lambda: self._ranks.from_main(evaluate(self._prepared, self._task))
+        )
 
     def account(self, judged: EvalRecord, others: Iterable[Record]) -> Iterator[Record]:
         """Yield the records of an evaluation, and save its weights if they are the best."""
         step, lr = judged.step, self._prepared.engine.log.wording.lr
-        bad = not_finite(judged.metrics, bad_weights(self._prepared), step=step, lr=lr)
+        bad = not_finite(judged.metrics, self._bad_weights(), step=step, lr=lr)
         records: list[Record] = [judged, *bad]
         for record in records:
             self.vital_signs.note(record)
@@ -118,6 +122,10 @@ class Evaluations:
         yield from others
         if self.early_stopping.improvement.best_step == step:
             self.best_weights.keep(step, answer=self._strategy.answer)
+
+    def _bad_weights(self) -> str:
+        """Return which weights are not finite on any rank, as text."""
+        return next(filter(None, self._ranks.gathered(bad_weights(self._prepared))), "")
 
 
 @contextmanager

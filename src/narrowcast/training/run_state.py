@@ -7,7 +7,11 @@ from typing import Any, Protocol, final
 from narrowcast.config.load import flat_settings
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import CheckpointError, ConfigError
-from narrowcast.hardware.randomness import capture_randomness, restore_randomness
+from narrowcast.hardware.randomness import (
+    capture_randomness,
+    restore_randomness,
+    seed_everything,
+)
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.saved_state import collect_state
 from narrowcast.runs import FindingRecord
@@ -19,6 +23,8 @@ from narrowcast.training.checkpoints.settings import (
     difference_text,
     places_in,
 )
+from narrowcast.training.data import hashed
+from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.task import Hook, Task
 
 
@@ -55,6 +61,7 @@ class RunState:
         *,
         parts: Mapping[str, StatePart],
         frozen: FrozenWeights,
+        ranks: RunRanks = ALONE,
     ) -> None:
         """Take the parts by their names in a checkpoint."""
         self._prepared, self._task, self._recipe = prepared, task, recipe
@@ -63,7 +70,7 @@ class RunState:
         self._device = next(prepared.model.parameters()).device
         self._accepted: list[FindingRecord] = []
         self._data: DataIdentity | None = None
-        self._frozen = frozen
+        self._frozen, self._ranks = frozen, ranks
 
     def identify(self) -> None:
         """Fingerprint what a checkpoint does not hold: the data and the frozen weights."""
@@ -88,11 +95,16 @@ class RunState:
             "data": self._identify_data().to_json(),
             "settings": flat_settings(self._recipe),
             "shapes": shapes(self._prepared.model),
-            "random": capture_randomness(self._device),
+            **self._captured_randomness(),
             "hooks": {name: _saved(hook) for name, hook in self._hooks.items()},
             "frozen": frozen,
             **parts,
         }
+
+    def _captured_randomness(self) -> dict[str, Any]:
+        first, *others = self._ranks.gathered(capture_randomness(self._device))
+        of_others = {str(rank): state for rank, state in enumerate(others, start=1)}
+        return {"random": first, **({"random_of_ranks": of_others} if others else {})}
 
     def require_own(self, state: dict[str, Any], *, accept: Collection[str] = ()) -> None:
         """Raise if this run cannot continue from a checkpoint; `accept` may have "data"."""
@@ -177,11 +189,16 @@ class RunState:
 
     def restore_randomness(self, state: dict[str, Any]) -> list[FindingRecord]:
         """Restore random generators; return findings about what could not be continued."""
-        step = state["step"]
+        step, rank = state["step"], self._ranks.rank
+        of_others = state.get("random_of_ranks", {})
+        if rank and len(of_others) + 1 != self._ranks.size:  # another number of ranks than saved
+            seed_everything(hashed(f"{self._recipe.seed} rank {rank} step {step}"))
+            return self._accepted
+        saved = of_others[str(rank)] if rank else state["random"]
         with blamed_on_part(step, "random state"):
-            if restore_randomness(state["random"], self._device):
+            if restore_randomness(saved, self._device):
                 return self._accepted
-            saved_on = state["random"]["device"]["type"]
+            saved_on = saved["device"]["type"]
         return [
             *self._accepted,
             FindingRecord(

@@ -6,16 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LambdaLR
 
 from narrowcast.config.common_sections import LossScaleSection, LrScheduleSection
 from narrowcast.config.sections import Recipe
 from narrowcast.config.strategy import StrategySection
-from narrowcast.errors import ConfigError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware.profile import StepProfile
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.step.prepared import Prepared, prepare
 from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.training.optimizers import FROZEN_UNTIL, build_optimizer, get_groups
@@ -48,6 +51,45 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
     log = prepared.engine.log
     log.wording = replace(log.wording, in_recipe=True)
     return prepared
+
+
+def check_ranks(recipe: Recipe, task: Task, *, policy: Policy) -> None:
+    """Raise if a recipe or a task cannot train on several ranks."""
+    alone = "or train on one GPU with parallel.ranks=1"
+    norms = [
+        name
+        for name, module in task.model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    ]
+    if recipe.strategy.is_hybrid:
+        wrong = f"Hybrid training uses one rank. Write strategy.name=none, {alone}."
+    elif recipe.precision.adapt.enabled:
+        wrong = (
+            "precision.adapt.enabled=true uses one rank, because each rank samples other tensors. "
+            f"Write precision.adapt.enabled=false, {alone}."
+        )
+    elif recipe.cuda_graph:
+        wrong = f"cuda_graph=true cannot capture collectives. Write cuda_graph=false, {alone}."
+    elif task.scaled_losses and policy.needs_loss_scale:
+        wrong = (
+            "Several losses with a loss scale each need several backward passes, which DDP does "
+            f"not support. Write precision.policy=bf16, {alone}."
+        )
+    elif task.prepare_microbatches is not None and task.loss_terms is None:
+        wrong = (
+            f"The task {recipe.workload} weighs the micro-batches of one process. Train it with "
+            "parallel.ranks=1. In a task of your own, pass loss_terms."
+        )
+    elif hooks := [hook.name for hook in task.hooks if hook.one_rank]:
+        wrong = f"{hooks[0]} of {recipe.workload} uses one rank. Leave it out, {alone}."
+    elif norms:
+        wrong = (
+            f"{norms[0]} is a batch norm, whose statistics would be those of each rank's samples. "
+            f"Use torch.nn.SyncBatchNorm or another norm, {alone}."
+        )
+    else:
+        return
+    raise UnsupportedError(wrong)
 
 
 def make_lookahead(strategy: StrategySection) -> Lookahead | None:

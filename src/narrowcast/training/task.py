@@ -123,6 +123,9 @@ class Hook:
     state_dict: Callable[[], dict[str, Any]] | None = None
     """Returns the state for a checkpoint: tensors, numbers, text, nested."""
     load_state_dict: Callable[[dict[str, Any]], None] | None = None
+    one_rank: bool = False
+    """Whether the hook depends on the samples of this process, so that several ranks, which have
+    other samples each, would act differently."""
     notices: Callable[[], Sequence[str]] | None = None
     """Returns lines that the terminal shows before the first record of a new or resumed run."""
 
@@ -180,6 +183,9 @@ class Task:
     prepare_microbatches: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     """Gets the micro-batches of a step, on the device, and returns as many, for example weighted by
     their number of targets. Without it, all count alike."""
+    loss_terms: Callable[[Any], int | Tensor] | None = None
+    """Returns over how many terms `loss` averages a batch, for example its tokens with a label.
+    Several ranks weight their shares of a batch by it; without it, by their samples."""
     collate: Callable[[Any], Any] | None = None
     """Makes a batch from a list of samples, in worker processes if there are any. Without it, the
     dataset or torch's `default_collate` stacks them."""

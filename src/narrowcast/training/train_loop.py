@@ -20,18 +20,21 @@ from narrowcast.hardware.randomness import preserve_rng, seed_everything
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord, Record
+from narrowcast.runs.commands import resume_command
 from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoints.export import write_results
 from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.resume import blamed_on_part
 from narrowcast.training.checkpoints.saving import Saving
-from narrowcast.training.data import BatchStream, make_batches
+from narrowcast.training.data import BatchStream, batch_order, make_batches
 from narrowcast.training.ending import run_end
 from narrowcast.training.evaluation import Evaluations
+from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.run_state import Progress, RunState
 from narrowcast.training.signals import Stop, stop_on_signals
 from narrowcast.training.step.queue import StepQueue
+from narrowcast.training.step.shares import as_shares, merged
 from narrowcast.training.strategy import PLAIN, Strategy
 from narrowcast.training.task import Batch, Task
 
@@ -45,6 +48,7 @@ def train_loop(
     resume: dict[str, Any] | None = None,
     accept: Collection[str] = (),
     strategy: Strategy = PLAIN,
+    ranks: RunRanks = ALONE,
 ) -> Generator[Record]:
     """Train for `recipe.steps` steps, and yield records as they happen.
 
@@ -53,8 +57,10 @@ def train_loop(
         resume: State of a checkpoint to continue from.
         accept: May have "data", to continue on other data than that of the checkpoint.
         strategy: Acts between steps, and decides which weights the run returns.
+        ranks: The processes that train together. Each yields the records; rank 0 writes to
+            `folder`.
     """
-    loop = _TrainLoop(prepared, task, recipe, folder=folder, strategy=strategy)
+    loop = _TrainLoop(prepared, task, recipe, folder=folder, strategy=strategy, ranks=ranks)
     try:
         loop.restore(resume, accept=accept)
     except BaseException:  # Ctrl-C too: the model must not keep the probes of a run that never was
@@ -75,17 +81,26 @@ class _TrainLoop:
         *,
         folder: Path | None,
         strategy: Strategy,
+        ranks: RunRanks,
     ) -> None:
         self._prepared, self._task, self._recipe = prepared, task, recipe
-        self._folder, self._strategy = folder, strategy
+        self._folder, self._strategy, self._ranks = folder, strategy, ranks
+        self._order = batch_order(len(task.train_data), recipe, rank=ranks.rank, ranks=ranks.size)
         self._device = next(prepared.model.parameters()).device
         self._schedule = PrecisionSchedule(prepared, recipe, task=task)
         self._schedule.apply_phase()
         self._adapter = Adapter(prepared, recipe, gemm_rows=task.gemm_rows)
-        self._steps = StepQueue(prepared, task, recipe, folder=folder, own=self._adapter.own)
+        self._steps = StepQueue(
+            prepared,
+            task,
+            recipe,
+            folder=folder,
+            own=self._adapter.own,
+            ranks=ranks,
+        )
         frozen = FrozenWeights(prepared)
         self._evaluations = Evaluations(
-            prepared, task, recipe, frozen=frozen, folder=folder, strategy=strategy
+            prepared, task, recipe, frozen=frozen, folder=folder, strategy=strategy, ranks=ranks
         )
         self._state = RunState(
             prepared,
@@ -102,9 +117,14 @@ class _TrainLoop:
                 **({} if strategy is PLAIN else {"strategy": strategy}),
             },
             frozen=frozen,
+            ranks=ranks,
         )
         self._saving = Saving(
-            self._state, self._evaluations.vital_signs, folder=folder, settings=recipe.checkpoint
+            self._state,
+            self._evaluations.vital_signs,
+            folder=folder,
+            settings=recipe.checkpoint,
+            ranks=ranks,
         )
         self._progress = Progress()
 
@@ -112,6 +132,7 @@ class _TrainLoop:
         """Restore a checkpoint's state, or raise; fingerprint the data before it can change."""
         if state is None:
             if self._folder is not None or self._recipe.eval.keep_best:
+                self._ranks.at("reading the data")
                 self._state.identify()
             return
         self._state.require_own(state, accept=accept)
@@ -135,18 +156,30 @@ class _TrainLoop:
     def records(self, state: dict[str, Any] | None) -> Generator[Record]:
         """Train from `state`, or from the start, to the end."""
         try:
-            yield from self._train(state)
+            with self._ranks.ending_together(self._how_to_resume):
+                yield from self._train(state)
         finally:
             self.close()
 
+    def _how_to_resume(self) -> str:
+        if self._folder is None:
+            return ""
+        saved = self._saving.last
+        where = f"its checkpoint of step {saved}" if saved else "the start, as it has no checkpoint"
+        return f"Resume the run from {where} with `{resume_command(self._folder)}`."
+
     def _train(self, state: dict[str, Any] | None) -> Iterator[Record]:
         recipe, task = self._recipe, self._task
-        seed_everything(recipe.seed)
+        seed_everything(self._order.run_seed)
         if state is not None:
             yield from self._state.restore_randomness(state)
-        data = make_batches(task, recipe, start=self._progress.batches, device=self._device)
+        data = make_batches(
+            task, recipe, self._order, start=self._progress.batches, device=self._device
+        )
         with (
             stop_on_signals(self._folder) as stop,
+            # Inside: a launcher sends SIGTERM while it is found out which rank was lost.
+            self._ranks.ending_together(self._how_to_resume),
             data,
             deterministic_kernels(recipe.deterministic),
         ):
@@ -160,7 +193,7 @@ class _TrainLoop:
                     break
                 yield from self._change_formats()
                 try:
-                    self._take_step(data)
+                    self._take_step(data, stop)
                 except DivergedError as error:
                     # Records of what led to it are yielded; the last good checkpoint stays.
                     yield from self._read(leaving=0)
@@ -173,11 +206,16 @@ class _TrainLoop:
         best = evaluations.best_weights.load_into_model() or self._strategy.put_answer()
         if self._folder is not None:
             end = run_end(evaluations.early_stopping, recipe, step=step)
-            write_results(self._prepared, task, self._folder, end=end, best=best)
+            self._ranks.at("writing the results")
+            if self._ranks.is_main:
+                write_results(self._prepared, task, self._folder, end=end, best=best)
+            self._ranks.barrier()
 
     def _evaluate_and_save(self, stop: Stop) -> Iterator[Record]:
         """Evaluate and save when due, and stop if a signal came."""
         evaluation_is_due = self._is_due(self._recipe.eval.every, last=self._progress.evaluated)
+        if self._ranks.several:  # a signal counts once all of them know of it
+            stop = replace(stop, received=self._steps.stop)
         if evaluation_is_due and not stop.why:  # a scheduler grants little time to end
             yield from self._read(leaving=0)
             yield from self._evaluate()
@@ -193,6 +231,7 @@ class _TrainLoop:
 
     def _evaluate(self) -> Iterator[Record]:
         step = self._progress.step
+        self._ranks.at(f"evaluating step {step}")
         try:
             measured = self._evaluations.measure(step)
         except Exception:  # of the task's own code
@@ -234,20 +273,26 @@ class _TrainLoop:
         step = self._progress.step
         return step != last and (step == self._recipe.steps or (every > 0 and step % every == 0))
 
-    def _take_step(self, data: BatchStream) -> None:
+    def _take_step(self, data: BatchStream, stop: Stop) -> None:
         """Queue one step: forward and backward of each micro-batch, then the update."""
+        step = self._progress.step + 1
+        self._ranks.at(f"loading the batches of step {step}")
         batches, items = list[Batch](), 0
         for batch in islice(data, self._recipe.gradient_accumulation_steps):
             batches.append(batch)
             items += data.items
-        batches = self._task.as_one_step(batches)
+        self._ranks.at(f"training in step {step}")
+        if self._ranks.several:
+            batches = as_shares(batches, self._task, ranks=self._ranks, order=self._order)
+        else:
+            batches = self._task.as_one_step(batches)
 
         def after_update(outcome: Outcome) -> None:
             self._task.after_step(self._prepared, outcome)
             self._strategy.after_step(outcome)
             self._progress = self._progress.after(len(batches))
 
-        self._steps.take(self._progress.step + 1, batches, items=items, after_update=after_update)
+        self._steps.take(step, batches, items=items, after_update=after_update, stop=stop.received)
 
     def _read(self, *, leaving: int) -> Iterator[Record]:
         """Yield the records of queued steps except the last `leaving`. Synchronises with them."""
@@ -258,7 +303,12 @@ class _TrainLoop:
             self._strategy.note(record)
             yield record
             yield from diagnosis.findings
-            yield from self._adapter.observed(self._steps.observer, record, diagnosis)
+            observed = self._adapter.observed(self._steps.observer, record, diagnosis)
+            every = self._recipe.health.every
+            if self._ranks.several and every and record.step % every == 0:
+                yield from merged(list(observed), self._ranks)
+            else:
+                yield from observed
 
     def _save_if_lacking(self) -> Iterator[Record]:
         yield from self._saving.save_if_lacking(self._progress)

@@ -18,7 +18,7 @@ from narrowcast.strategies.hybrid.history import FEWEST_SNAPSHOTS, SNAPSHOTS
 from narrowcast.strategies.hybrid.jumper import Jumper, attempt_cost
 from narrowcast.strategies.hybrid.phase_formats import PhaseFormats
 from narrowcast.strategies.hybrid.readout.choice import STEP_COST
-from narrowcast.training.data import BatchStream
+from narrowcast.training.data import BatchStream, batch_order
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.step.losses import Losses
 from narrowcast.training.task import Task
@@ -87,8 +87,7 @@ class JumpCourse:
             preserve_rng(device),
             BatchStream(
                 task.train_data,
-                recipe.batch_size,
-                seed=recipe.seed,
+                batch_order(len(task.train_data), recipe),
                 start=batches,
                 device=device,
                 collate=task.collate,

@@ -16,6 +16,7 @@ from narrowcast.training.checkpoints.checkpoint import (
     write_snapshot,
 )
 from narrowcast.training.checkpoints.resume import RecordsDigest
+from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.run_state import Progress, RunState
 from narrowcast.training.vital_signs import VitalSigns
 
@@ -31,8 +32,10 @@ class Saving:
         *,
         folder: Path | None,
         settings: CheckpointSection,
+        ranks: RunRanks = ALONE,
     ) -> None:
         self._state, self._vital_signs, self._folder = state, vital_signs, folder
+        self._ranks = ranks
         self._keep = settings.keep
         self._records = RecordsDigest()
         self._thread = ThreadPoolExecutor(1, "checkpoint") if settings.background else None
@@ -41,13 +44,18 @@ class Saving:
         """Step of the last checkpoint."""
 
     def save(self, progress: Progress) -> Iterator[Record]:
-        """Write a checkpoint of the whole run, if there is a folder."""
+        """Write a checkpoint of the whole run, if there is a folder. All ranks call it."""
         if self._folder is None:
             return
         yield from self.settled()
         step = progress.step
+        self._ranks.at(f"saving the checkpoint of step {step}")
         good_until = self._vital_signs.good_until(step)  # part of the state
-        state = self._state.captured(progress) | {"records": self._records.upto_now(self._folder)}
+        state = self._state.captured(progress)
+        if not self._ranks.is_main:
+            self.last = step
+            return
+        state["records"] = self._records.upto_now(self._folder)
         taken = take_snapshot(step, state=state, copied=self._thread is not None)
         self.last = step
         write = partial(
@@ -82,7 +90,7 @@ class Saving:
             return
         # A run may be resumed into another folder than that of its checkpoint.
         saved = checkpoint_path(self._folder / "checkpoints", step).is_dir()
-        if step != self.last or not saved:
+        if self._ranks.from_main(step != self.last or not saved):
             yield from self.save(progress)
             yield from self.settled()
 

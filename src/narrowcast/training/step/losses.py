@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError, blamed_on
 from narrowcast.precision.step.prepared import Prepared
+from narrowcast.training.step.shares import Share
 from narrowcast.training.task import Batch, LossParts, Task
 
 CLOSE = 2.0**-6
@@ -24,8 +25,9 @@ class Losses:
 
     def of(self, model: nn.Module, batch: Batch) -> LossParts:
         """Return the loss of a batch; raise if its parts are not those declared."""
+        share = batch if isinstance(batch, Share) else Share(batch, 1.0)
         with blamed_on("the task's loss"):
-            loss: object = self._task.loss(model, batch)
+            loss: object = self._task.loss(model, share.batch)
         if isinstance(loss, Tensor):
             loss = LossParts(total=loss)
         if not isinstance(loss, LossParts):
@@ -48,7 +50,7 @@ class Losses:
                 f"({', '.join(declared) or 'none'}), got {', '.join(loss.parts) or 'none'}. Use "
                 "the same names in both."
             )
-        return loss
+        return share.weighted(loss)
 
     def backward(self, loss: LossParts, *, micro_batches: int) -> None:
         """Add the gradients of one micro-batch. Synchronises once if several losses are scaled."""

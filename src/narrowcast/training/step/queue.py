@@ -1,11 +1,13 @@
 """The steps of a run: queued on the device, then read as records and findings."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import final
 
 from narrowcast.config.sections import Recipe
@@ -18,7 +20,9 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord, StepRecord
 from narrowcast.training.observing import Observer
+from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.setup import make_faults, make_profile
+from narrowcast.training.step.shares import agreed, read_numbers, summed
 from narrowcast.training.step.stepping import Stepper
 from narrowcast.training.task import Batch, Task
 
@@ -48,19 +52,25 @@ class StepQueue:
         *,
         folder: Path | None,
         own: Callable[[], Mapping[str, Policy]],
+        ranks: RunRanks = ALONE,
     ) -> None:
         """`own()` returns the policies that widened modules came from."""
         self._prepared, self._loss_parts = prepared, task.info.loss_parts
+        self._ranks = ranks
+        self.stop: Signals | None = None
+        """A signal that a rank received, once all ranks know of it."""
         self._device = next(prepared.model.parameters()).device
         self.observer = Observer(
             prepared,
             every=recipe.health.every,
             seed=recipe.seed,
             own=own,
-            profile=make_profile(recipe, device=self._device, folder=folder),
+            profile=make_profile(recipe, device=self._device, folder=folder)
+            if ranks.is_main
+            else None,
         )
         """Reads the tensors of some steps."""
-        self._stepper = Stepper(prepared, task, recipe)
+        self._stepper = Stepper(prepared, task, recipe, ranks=ranks)
         self.investigator = Investigator(
             prepared,
             self._stepper.compute_loss,
@@ -90,12 +100,17 @@ class StepQueue:
         *,
         items: int,
         after_update: Callable[[Outcome], None],
+        stop: Signals | None = None,
     ) -> None:
-        """Queue one step; `after_update` is called before its tensors are read."""
+        """Queue one step; `after_update` is called before its tensors are read.
+
+        `stop` is a signal that this rank received, for the other ranks.
+        """
         replay_inputs = self.investigator.before(batches)
         faults = self.investigator.faults_at(step)
         between = self.observer.before_step(step)
         outcome, losses = self._stepper(batches, faults=faults, between=between)
+        losses = summed(losses, items=items, stop=stop, ranks=self._ranks)
         after_update(outcome)
         self.observer.after_step(step)
         self._unread.append(
@@ -113,7 +128,9 @@ class StepQueue:
         queued = self._unread.popleft()
         outcome = queued.outcome
         applied = outcome.applied  # waits, so the clock is read after it
-        now, losses = time.perf_counter(), queued.losses.wait().tolist()
+        now, row = time.perf_counter(), queued.losses.wait().tolist()
+        numbers = read_numbers(row, items=queued.items, ranks=self._ranks)
+        self.stop, losses = self.stop or numbers.stop, numbers.losses
         diagnosis = self.investigator.account(
             queued.step,
             outcome,
@@ -122,6 +139,8 @@ class StepQueue:
             moved=partial(self._has_moved_since, queued),
             known=self._findings_upto(queued.step),
         )
+        if not applied or diagnosis.injected or not math.isfinite(losses[0]):
+            diagnosis = agreed(diagnosis, self._ranks)
         record = StepRecord(
             step=queued.step,
             loss=losses[0],
@@ -131,7 +150,7 @@ class StepQueue:
             grad_norm=outcome.grad_norm,
             lr=outcome.lr,
             lost_updates=outcome.lost_updates,
-            items=queued.items,
+            items=numbers.items,
             seconds=now - self._since,
             peak_bytes=peak_bytes(self._device),
             loss_parts=dict(zip(self._loss_parts, losses[1:], strict=True)),

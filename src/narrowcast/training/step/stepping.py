@@ -17,7 +17,9 @@ from narrowcast.precision.products.emulated import TRACED_RIGHTLY
 from narrowcast.precision.step.cuda_graph import Between, GraphedStep, unsupported_reason
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
+from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.step.losses import Losses
+from narrowcast.training.step.shares import averaging, connected
 from narrowcast.training.task import Batch, LossParts, Task
 
 LARGEST_CAPTURED = 1_000_000_000
@@ -29,8 +31,10 @@ ahead, and a captured step holds its memory."""
 class Stepper:
     """Takes the steps of a run."""
 
-    def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
-        self._prepared, self._task, self._recipe = prepared, task, recipe
+    def __init__(
+        self, prepared: Prepared, task: Task, recipe: Recipe, *, ranks: RunRanks = ALONE
+    ) -> None:
+        self._prepared, self._task, self._recipe, self._ranks = prepared, task, recipe, ranks
         self.losses = Losses(prepared, task)
         self._again: LossParts | None = None
         check_traceable(prepared.plan, recipe)
@@ -61,8 +65,8 @@ class Stepper:
 
     def drop_graphs(self) -> None:
         """Drop captured graphs, because the model has other formats now."""
-        self._graphed = None
-        if _wants_graph(self._prepared, self._task, self._recipe):
+        self._graphed, self._connected = None, connected(self._model, self._ranks)
+        if _wants_graph(self._prepared, self._task, self._recipe, self._ranks):
             self._graphed = GraphedStep(self._prepared.engine)
 
     def __call__(
@@ -87,14 +91,17 @@ class Stepper:
         """Queue forward and backward passes; return the mean loss with its parts."""
         losses = []
         for number, batch in enumerate(batches, start=1):
-            with contextlib.nullcontext() if faults is None else faults.during(number):
+            with (
+                contextlib.nullcontext() if faults is None else faults.during(number),
+                averaging(self._connected, last=number == len(batches)),
+            ):
                 losses.append(self._pass(batch, micro_batches=len(batches)))
         self._task.after_backward(self._prepared)
         return self.losses.mean(losses)
 
     def _pass(self, batch: Batch, *, micro_batches: int) -> LossParts:
         with self._prepared.autocast():
-            loss = self.losses.of(self._model, batch)
+            loss = self.losses.of(self._connected, batch)
         self.losses.backward(loss, micro_batches=micro_batches)
         return loss.detached()
 
@@ -111,9 +118,11 @@ class Stepper:
         return self._prepared.step(), loss
 
 
-def _wants_graph(prepared: Prepared, task: Task, recipe: Recipe) -> bool:
+def _wants_graph(prepared: Prepared, task: Task, recipe: Recipe, ranks: RunRanks) -> bool:
     """Return whether to capture steps; raise if that was requested and is not possible."""
     why = unsupported_reason(prepared.engine)
+    if ranks.several and not why:
+        why = f"{ranks.size} ranks train together, whose collectives are not captured"
     if recipe.deterministic and not why:
         why = "deterministic kernels may wait for the host"
     if recipe.fault_injection and not why:

@@ -61,6 +61,7 @@ class Genomic:
             gemm_rows=max(1, self.recipe.batch_size * train.width * passes),
             data_digest=self.digest,
             prepare_microbatches=self.weigh if target.per_letter else None,
+            loss_terms=target.count if target.per_letter else None,
             parameter_groups=self.parameter_groups,
             write_results=self.write_results,
         )

@@ -186,6 +186,7 @@ class FineTuning:
             held_out=self.held_out(),
             data_digest=self.digest,
             prepare_microbatches=self.weigh,
+            loss_terms=lambda batch: (batch["labels"] != IGNORED).sum(),
             hooks=tuple(hooks),
             write_results=self.write_results,
             weights_path=weights_folder(self.recipe),

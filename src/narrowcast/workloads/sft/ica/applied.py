@@ -71,6 +71,7 @@ class Applied:
     def hook(self) -> Hook:
         return Hook(
             name="functional networks",
+            one_rank=True,
             before_first_step=self._begin,
             after_step=self._after_step,
             state_dict=self._state,

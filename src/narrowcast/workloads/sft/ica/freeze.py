@@ -102,6 +102,7 @@ class Freeze:
 
         return Hook(
             name=name,
+            one_rank=True,
             before_first_step=self.take,
             after_step=lambda prepared, _applied: self.restore_in(prepared),
             state_dict=self.state_dict,
