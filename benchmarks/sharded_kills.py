@@ -1,0 +1,196 @@
+"""Two ranks killed at random moments while they train and save: is the resumed run the same run?
+
+Run: python benchmarks/sharded_kills.py [--kills N] [--seed N] [--json PATH]
+
+Two ranks train an FSDP2 model with bf16 weights and split master weights, and replace one
+checkpoint after every step, half of the runs in the background. A SIGKILL ends both ranks,
+or one of them, at a moment drawn from the seed. Then two new ranks load what is there, and finish.
+The last checkpoint must be that of a run that was never killed, byte for byte: weights, master
+weights, moments, EMA, counts and position. Exits with 1 if any differs.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+STEPS, EVERY, WIDTH, TIME_LIMIT = 30, 1, 1024, 120.0
+PRELOADED = ["torch", "torch._dynamo", "narrowcast.training.run_state"]
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def train(rank: int, folder: Path, rendezvous: Path, *, background: bool) -> None:
+    """Train as one of two ranks, from the checkpoint if there is one."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    import narrowcast as nc
+
+    torch.set_num_threads(1)
+    where = f"file://{rendezvous}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    policy = "bf16, params=bf16, master=split"
+    run = nc.prepare(model, optimizer, policy=policy, ema_decay=0.9, emulate=True)
+    checkpoint, done = folder / "checkpoint", 0
+    if checkpoint.exists() or checkpoint.with_name("checkpoint.previous").exists():
+        done = nc.load_checkpoint(run, checkpoint)["step"]
+        (folder / f"resumed-{rank}").write_text(str(done))
+    for step in range(done, STEPS):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2 * step + rank))
+        with run.autocast():
+            loss = run.model(x).square().mean()
+        run.step(loss)
+        if (step + 1) % EVERY == 0:
+            extra = {"step": step + 1}
+            nc.save_checkpoint(run, checkpoint, extra=extra, background=background)
+    nc.save_checkpoint(run, folder / "final", extra={"step": STEPS})
+    dist.destroy_process_group()
+
+
+def start(folder: Path, name: str, *, background: bool) -> list[Any]:
+    """Start two ranks."""
+    ranks = [
+        CONTEXT.Process(
+            target=_quietly, args=(rank, folder, folder / name), kwargs={"background": background}
+        )
+        for rank in range(2)
+    ]
+    for each in ranks:
+        each.start()
+    return ranks
+
+
+def _quietly(rank: int, folder: Path, rendezvous: Path, *, background: bool) -> None:
+    log = os.open(folder / f"{rendezvous.name}-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    train(rank, folder, rendezvous, background=background)
+
+
+def finish(ranks: list[Any]) -> bool:
+    """Wait for the ranks; return whether all ended well."""
+    deadline = time.monotonic() + TIME_LIMIT
+    for each in ranks:
+        each.join(max(deadline - time.monotonic(), 0))
+        if each.exitcode is None:
+            each.kill()
+            each.join()
+    return all(each.exitcode == 0 for each in ranks)
+
+
+def phase(folder: Path) -> str:
+    """Return what a kill has interrupted, by what it left."""
+    names = {path.name for path in folder.iterdir()}
+    unfinished = [folder / name for name in names if ".tmp-" in name and "removed" not in name]
+    if unfinished:
+        inside = {path.name for path in unfinished[0].glob("*")}
+        if "index.json" in inside:
+            return "before the rename"
+        return f"writing, {len(inside)} of 2 files"
+    if "checkpoint.previous" in names:
+        return "removing the old one" if "checkpoint" in names else "between the renames"
+    if any("removed" in name for name in names):
+        return "removing the old one"
+    return "training or saving to memory" if "checkpoint" in names else "before the first"
+
+
+def kill_once(folder: Path, expected: str, *, after: float, which: str, background: bool) -> Any:
+    """Kill a run after so many seconds and resume it; return what happened."""
+    folder.mkdir()
+    ranks = start(folder, "first", background=background)
+    time.sleep(after)
+    doomed = {"both": ranks, "rank 0": ranks[:1], "rank 1": ranks[1:]}[which]
+    for each in doomed:
+        if each.is_alive():
+            os.kill(each.pid, signal.SIGKILL)
+    killed = all(each.join() is None and each.exitcode == -signal.SIGKILL for each in doomed)
+    interrupted = phase(folder)
+    for each in ranks:  # one that was not killed fails when it misses the other
+        each.join(10)
+        each.kill()
+        each.join()
+    ended = finish(start(folder, "second", background=background))
+    saved = [folder / f"resumed-{rank}" for rank in range(2)]
+    resumed = {int(file.read_text()) for file in saved if file.exists()}
+    index = folder / "final" / "index.json"
+    equal = ended and index.exists() and index.read_text() == expected
+    return {
+        "after_seconds": round(after, 3),
+        "killed": which if killed else "ended before",
+        "background": background,
+        "interrupted": interrupted,
+        "resumed_from": max(resumed, default=0),
+        "equal": equal and len(resumed) <= 1,
+    }
+
+
+def main() -> int:
+    """Kill runs at random moments, print a table, and write JSON if requested."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    CONTEXT.set_forkserver_preload(PRELOADED)
+    from narrowcast.runs import describe_machine
+
+    environment, rows = describe_machine(), []
+    scratch, choose = Path(tempfile.mkdtemp(prefix="narrowcast-")), random.Random(options.seed)
+    try:
+        straight = scratch / "straight"
+        straight.mkdir()
+        finish(start(straight, "warm-up", background=False))  # the first forks import torch
+        shutil.rmtree(straight)
+        straight.mkdir()
+        began = time.monotonic()
+        assert finish(start(straight, "first", background=False))
+        seconds = time.monotonic() - began
+        expected = (straight / "final" / "index.json").read_text()
+        print(f"A run takes {seconds:.1f} s.\n")
+        print("| after | killed | background | interrupted | resumed from | equal |")
+        print("|---|---|---|---|---|---|", flush=True)
+        for number in range(options.kills):
+            row = kill_once(
+                scratch / str(number),
+                expected,
+                after=choose.uniform(0.1, 0.95) * seconds,
+                which=choose.choice(["both", "rank 0", "rank 1"]),
+                background=bool(number % 2),
+            )
+            rows.append(row)
+            texts = [f"{row['after_seconds']:.2f} s", *list(map(str, row.values()))[1:]]
+            print(f"| {' | '.join(texts)} |", flush=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    equal = sum(row["equal"] for row in rows)
+    print(f"\n{equal} of {len(rows)} equal, byte for byte.")
+    if options.json:
+        figures = {
+            "environment": environment,
+            "seed": options.seed,
+            "steps": STEPS,
+            "seconds_of_a_run": round(seconds, 2),
+            "kills": rows,
+        }
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return int(equal < len(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
