@@ -90,14 +90,15 @@ def prepared(sharding="fsdp", policy="fp32", optimizer="adamw", seed=0, width=33
     from torch.distributed.fsdp import fully_shard
 
     model, count = network(seed, width), dist.get_world_size() if dist.is_initialized() else 1
-    if sharding == "hsdp":
+    if sharding in ("hsdp", "groups"):
         mesh = init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("replicas", "shards"))
+        mesh = mesh["shards"] if sharding == "groups" else mesh
     elif sharding != "none":
         mesh = init_device_mesh("cpu", (count,))
     if sharding != "none":
         for layer in (model[0], model[1], model[3]):
             fully_shard(layer, mesh=mesh)
-    if sharding in ("fsdp", "hsdp"):
+    if sharding in ("fsdp", "hsdp", "groups"):
         fully_shard(model, mesh=mesh)
     make, more = OPTIMIZERS[optimizer]
     return nc.prepare(model, make(model.parameters(), lr=1e-2), policy=policy, **more, **settings)

@@ -59,6 +59,12 @@ def test_checkpoint_of_hsdp_is_the_same_in_fsdp_and_on_one_device(ranks, tmp_pat
     ranks.run(1, "load", folder, sharding="none", policy=policy)
 
 
+def test_groups_that_shard_the_same_model_are_saved_as_one(ranks, tmp_path):
+    ranks.run(4, "save", tmp_path / "checkpoint", sharding="groups")
+    ranks.run(1, "load", tmp_path / "checkpoint", sharding="none")
+    ranks.run(3, "load", tmp_path / "checkpoint", sharding="fsdp")
+
+
 def test_training_continues_after_resharding_as_if_never_interrupted(ranks, tmp_path):
     how = {"policy": f"{BF16}split", "ema_decay": 0.9}
     folder = tmp_path / "checkpoint"

@@ -369,11 +369,7 @@ def _finish(folder: Path, path: Path, index: dict[str, Any], parts: list[dict[st
                 f"Rank {number} wrote a file that rank 0 does not see in {path.parent}. Write "
                 "checkpoints to a folder that all ranks share."
             )
-    chunks = dict[str, dict[str, Any]]()
-    for rank, part in enumerate(parts):
-        for name, chunk in part["chunks"].items():
-            chunks.setdefault(name, {})[str(rank)] = chunk
-    body = {**index, "bytes": sizes, "chunks": chunks}
+    body = {**index, "bytes": sizes, "chunks": _merged(index, parts)}
     previous = path.with_name(path.name + PREVIOUS)
     with _writing(path):
         text = json.dumps(body)
@@ -387,6 +383,23 @@ def _finish(folder: Path, path: Path, index: dict[str, Any], parts: list[dict[st
         if previous.is_dir():
             with contextlib.suppress(OSError):
                 remove(previous)
+
+
+def _merged(index: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the parts of each tensor by rank; of the same part on several meshes the first."""
+    chunks, firsts = dict[str, dict[str, Any]](), dict[str, str]()
+    for rank, part in enumerate(parts):
+        for name, chunk in part["chunks"].items():
+            place = f"{name} {chunk['offset']} {chunk['shape']}"
+            if index["tensors"][name]["by_rank"] or place not in firsts:
+                chunks.setdefault(name, {})[str(rank)] = chunk
+                firsts[place] = chunk["sha256"]
+            elif firsts[place] != chunk["sha256"]:
+                raise CheckpointError(
+                    f"Two ranks hold other values of the same part of {name}. Average or broadcast "
+                    "it over the ranks before you save."
+                )
+    return chunks
 
 
 @contextlib.contextmanager
