@@ -39,12 +39,12 @@ class Pool:
                 process.start()
             self._ranks.append((process, ours))
 
-    def run(self, ranks, job, *args, **kwargs):
+    def run(self, ranks, job, *args, backend="gloo", **kwargs):
         """Return what a job returns on each rank."""
         self._count += 1
         where = str(self._folder / f"rendezvous-{self._count}")
         for rank, (_, pipe) in enumerate(self._ranks[:ranks]):
-            pipe.send((job, where, rank, ranks, args, kwargs))
+            pipe.send((job, where, backend, rank, ranks, args, kwargs))
         # A rank that fails alone leaves the others waiting for it.
         replies = multiprocessing.connection.wait([pipe for _, pipe in self._ranks[:ranks]], 60)
         assert replies, f"no rank has finished {job}"
@@ -65,10 +65,10 @@ class Pool:
 def _serve(pipe):
     torch.set_num_threads(1)
     while (order := pipe.recv()) is not None:
-        job, where, rank, ranks, args, kwargs = order
+        job, where, backend, rank, ranks, args, kwargs = order
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{where}", rank=rank, world_size=ranks
+                backend, init_method=f"file://{where}", rank=rank, world_size=ranks
             )
             result = globals()[job](*args, **kwargs)
             dist.barrier()

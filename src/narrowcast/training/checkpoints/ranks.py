@@ -107,9 +107,9 @@ class CheckpointRanks:
 @functools.lru_cache(maxsize=1)
 def _host_group(world: Any) -> Any:
     """Return a group of all ranks for tensors on the host, of its own where torch has one."""
-    backend = dist.get_backend(world)
-    ours = "gloo" in backend or "nccl" in backend
-    return dist.new_group(backend="gloo") if ours and dist.is_gloo_available() else world
+    # torch calls its own choice of backends "undefined".
+    usual = any(name in dist.get_backend(world) for name in ("gloo", "nccl", "undefined"))
+    return dist.new_group(backend="gloo") if usual and dist.is_gloo_available() else world
 
 
 def _digest(text: str) -> int:
