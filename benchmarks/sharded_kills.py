@@ -6,7 +6,9 @@ Two ranks train an FSDP2 model with bf16 weights and split master weights, and r
 checkpoint after every step, half of the runs in the background. A SIGKILL ends both ranks,
 or one of them, at a moment drawn from the seed. Then two new ranks load what is there, and finish.
 The last checkpoint must be that of a run that was never killed, byte for byte: weights, master
-weights, moments, EMA, counts and position. Exits with 1 if any differs.
+weights, moments, EMA, counts and position. First, one process is killed before each file operation
+of a save that replaces a checkpoint; what is left must be the old or the new one.
+Exits with 1 if any differs.
 """
 
 import argparse
@@ -60,6 +62,61 @@ def train(rank: int, folder: Path, rendezvous: Path, *, background: bool) -> Non
             nc.save_checkpoint(run, checkpoint, extra=extra, background=background)
     nc.save_checkpoint(run, folder / "final", extra={"step": STEPS})
     dist.destroy_process_group()
+
+
+def save_twice(folder: Path, last: int) -> None:
+    """Save a checkpoint twice, and end with a SIGKILL before file operation `last` of the second.
+
+    Python reports opened, renamed, made and removed files to audit hooks before it touches them.
+    """
+    import torch
+
+    import narrowcast as nc
+
+    model = torch.nn.Linear(8, 8)
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="bf16")
+    nc.save_checkpoint(run, folder / "checkpoint", extra={"step": 1})
+    count = 0
+
+    def kill(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        named = any(str(each).startswith(str(folder)) for each in arguments[:2])
+        if named and event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"):
+            count += 1
+            if count == last:
+                (folder.parent / "event").write_text(event)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    nc.save_checkpoint(run, folder / "checkpoint", extra={"step": 2})
+
+
+def kill_at_each_operation(scratch: Path) -> list[dict[str, Any]]:
+    """Kill a save before each of its file operations, and load what is left."""
+    import torch
+
+    import narrowcast as nc
+
+    rows: list[dict[str, Any]] = []
+    while True:
+        folder = scratch / "save"
+        folder.mkdir()
+        process = CONTEXT.Process(target=save_twice, args=(folder, len(rows) + 1))
+        process.start()
+        process.join()
+        if process.exitcode == 0:
+            return rows
+        left = sorted(path.name for path in folder.iterdir())
+        model = torch.nn.Linear(8, 8)
+        run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="bf16")
+        step = nc.load_checkpoint(run, folder / "checkpoint")["step"]
+        nc.save_checkpoint(run, folder / "checkpoint", extra={"step": 3})  # and it can go on
+        whole = nc.load_checkpoint(run, folder / "checkpoint") == {"step": 3}
+        clean = [path.name for path in folder.iterdir()] == ["checkpoint"]
+        event = (scratch / "event").read_text()
+        equal = process.exitcode == -signal.SIGKILL and step in (1, 2) and whole and clean
+        rows.append({"before": event, "left": left, "loads_save": step, "equal": equal})
+        shutil.rmtree(folder)
 
 
 def start(folder: Path, name: str, *, background: bool) -> list[Any]:
@@ -153,6 +210,11 @@ def main() -> int:
     environment, rows = describe_machine(), []
     scratch, choose = Path(tempfile.mkdtemp(prefix="narrowcast-")), random.Random(options.seed)
     try:
+        print("| killed before | left in the folder | loads save | equal |")
+        print("|---|---|---|---|")
+        phases = kill_at_each_operation(scratch)
+        for row in phases:
+            print(f"| {' | '.join(map(str, row.values()))} |", flush=True)
         straight = scratch / "straight"
         straight.mkdir()
         finish(start(straight, "warm-up", background=False))  # the first forks import torch
@@ -187,9 +249,10 @@ def main() -> int:
             "steps": STEPS,
             "seconds_of_a_run": round(seconds, 2),
             "kills": rows,
+            "file_operations": phases,
         }
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return int(equal < len(rows))
+    return int(equal < len(rows) or not all(row["equal"] for row in phases))
 
 
 if __name__ == "__main__":

@@ -234,6 +234,7 @@ def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one(tm
     assert nc.load_checkpoint(prepared(), folder) == {"saved": 2}
     shutil.copytree(folder, tmp_path / "checkpoint.previous")  # killed before the old one is gone
     shutil.copytree(folder, tmp_path / "checkpoint.tmp-1")  # killed before the first rename
+    shutil.copytree(folder, tmp_path / "checkpoint.previous.tmp-removed")  # killed at the end
     nc.save_checkpoint(run, folder, extra={"saved": 3})
     assert nc.load_checkpoint(prepared(), folder) == {"saved": 3}
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -334,7 +334,8 @@ def _begin(folder: Path, path: Path) -> None:
                 remove(previous)
             else:
                 previous.rename(path)
-        remove_leftovers(path.parent, of=f"{path.name}{MARK}")
+        for name in (path.name, previous.name):
+            remove_leftovers(path.parent, of=f"{name}{MARK}")
         folder.mkdir()
 
 
