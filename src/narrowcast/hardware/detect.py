@@ -175,14 +175,25 @@ def _cpu_support(name: str, trials: Mapping[str, CpuTrial]) -> Support:
 
 def _cuda(device: str) -> Hardware:
     properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor)
+    return gpu_hardware(
+        device,
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        capability=(properties.major, properties.minor),
+    )
 
-    def since(name: str, needed: tuple[int, int]) -> Support:
+
+def gpu_hardware(
+    device: str, *, name: str, memory_bytes: int, capability: tuple[int, int]
+) -> Hardware:
+    """Return what an NVIDIA GPU of this compute capability supports."""
+
+    def since(what: str, needed: tuple[int, int]) -> Support:
         if capability >= needed:
             return Support(how="native", reason=f"compute capability {_dotted(capability)}")
         return Support(
             how="emulated",
-            reason=f"{name} products need compute capability {_dotted(needed)}, "
+            reason=f"{what} products need compute capability {_dotted(needed)}, "
             f"this GPU has {_dotted(capability)}",
         )
 
@@ -197,11 +208,11 @@ def _cuda(device: str) -> Hardware:
     }
     return Hardware(
         device=device,
-        name=properties.name,
-        memory_bytes=properties.total_memory,
+        name=name,
+        memory_bytes=memory_bytes,
         capability=capability,
         products=types.MappingProxyType(products),
-        speeds=known_speeds(properties.name) if capability >= (8, 9) else None,
+        speeds=known_speeds(name) if capability >= (8, 9) else None,
     )
 
 
