@@ -122,6 +122,19 @@ def test_a_piece_that_the_model_does_not_have_is_refused_by_its_name(narrowcast,
     assert "fuse=loss cannot be used: this model has no matching module" in ended.err
 
 
+def test_ranks_on_a_named_gpu_are_planned_without_one(narrowcast, tiny):
+    words = ["parallel.ranks=16", "parallel.strategy=fsdp", "hardware=h200"]
+    ended = narrowcast("plan", tiny, *words)
+    assert "on NVIDIA H200" in ended.out
+    assert "16, fsdp; predicted:" in ended.out
+    assert "GB/s in a machine, 50 between: data sheet" in " ".join(ended.out.split())
+    whole = json.loads(narrowcast("plan", tiny, "hardware=h200", "--json").out)
+    assert "parallel" not in whole
+    row = json.loads(narrowcast("plan", tiny, *words, "--json").out)["parallel"]
+    assert row["bytes"]["moments"] == -(-whole["bytes"]["moments"] // 16)
+    assert row["predicted"]
+
+
 def test_the_row_of_a_task_is_told_with_who_has_set_what(narrowcast, tiny):
     words = ("precision.task=generation", "clip_norm=1.5", "device=cpu")
     lines = narrowcast("plan", tiny, *words).out.splitlines()

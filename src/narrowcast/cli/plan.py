@@ -19,11 +19,14 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
     """Show the number formats of every module, and why.
 
     The plan is made from the model's shapes. No weights are allocated and no data is read. With a
-    precision.schedule, every phase is shown.
+    precision.schedule, every phase is shown. With parallel.ranks, memory and traffic per rank are
+    predicted. hardware=h200 (a100, h100, b200, l4, l40s, rtx4090) plans for a GPU that this machine
+    does not have.
     """
     from narrowcast.workloads import load_recipe
 
-    loaded = load_recipe(recipe, overrides)
+    gpus = [each.partition("=")[2] for each in overrides if each.startswith("hardware=")]
+    loaded = load_recipe(recipe, [each for each in overrides if not each.startswith("hardware=")])
 
     from narrowcast.cli.view.screen import say, screen, working
     from narrowcast.report.phrases import count
@@ -34,18 +37,24 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
         from narrowcast.runner.assemble import planned
         from narrowcast.runner.by_task import decided
 
-        hardware = detect_hardware(loaded.recipe.device)
+        if gpus:
+            from narrowcast.hardware.catalog import named_hardware
+
+            hardware = named_hardware(gpus[-1])
+        else:
+            hardware = detect_hardware(loaded.recipe.device)
         by_task = decided(loaded, hardware)
         loaded = by_task.loaded
         plans = planned(loaded.recipe, hardware)
     from narrowcast.cli.view.plan_view import (
         print_phases,
         print_plan,
+        print_ranks,
         print_strategy,
         print_task_row,
         titles,
     )
-    from narrowcast.runner.assemble import strategy_row
+    from narrowcast.runner.assemble import ranks_row, strategy_row
 
     if as_json:
         from narrowcast.runner.assemble import plan_json
@@ -66,3 +75,4 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
         if number:
             console.print()
         print_plan(console, plan, title=title, every=every)
+    print_ranks(console, ranks_row(loaded.recipe, plans[0]))

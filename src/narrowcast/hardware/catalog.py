@@ -49,7 +49,7 @@ def find_gpu(name: str) -> Gpu:
     return gpu
 
 
-def gpu_of(hardware: Hardware) -> Gpu | None:
+def find_data_sheet(hardware: Hardware) -> Gpu | None:
     """Return the entry of a device, if it is in the list."""
     return next((each for each in GPUS.values() if hardware.name.startswith(each.name)), None)
 

@@ -12,9 +12,11 @@ from narrowcast.config.files import check_files
 from narrowcast.config.phases import PhaseSection
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import Hardware, detect_hardware
+from narrowcast.hardware.catalog import GPUS_PER_NODE, find_data_sheet
 from narrowcast.numerics import FORMATS
 from narrowcast.precision.plan.plan import Plan, with_losses
 from narrowcast.precision.plan.policy import Policy, policy_from
+from narrowcast.precision.plan.rank_costs import choose_strategy, rank_costs
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.phrases import size
 from narrowcast.runs import Record
@@ -139,7 +141,28 @@ def plan_json(
     """Return the plan a run starts with, its phases, its task's row and its strategy."""
     info = phases_json(recipe, plans, task_row=task_row)
     strategy = strategy_row(recipe, plans[0])
-    return info if strategy is None else {**info, STRATEGY: strategy}
+    ranks = ranks_row(recipe, plans[0])
+    info = info if strategy is None else {**info, STRATEGY: strategy}
+    return info if ranks is None else {**info, "parallel": ranks}
+
+
+def ranks_row(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
+    """Return the predicted memory and traffic of one of `parallel.ranks`; None for one rank."""
+    settings, gpu = recipe.parallel, find_data_sheet(plan.hardware)
+    if settings.ranks in (None, 1):
+        return None
+    costs = rank_costs(
+        plan,
+        ranks=settings.ranks,
+        strategy=choose_strategy(plan, settings.strategy),
+        shard=settings.shard or min(GPUS_PER_NODE, settings.ranks),
+        micro_batches=recipe.gradient_accumulation_steps,
+    )
+    row = {**costs.to_json(), "predicted": True}
+    if gpu is None:
+        return row
+    rates = {"link_rate": gpu.link_rate, "network_rate": gpu.network_rate}
+    return {**row, **rates, "seconds": costs.seconds(**rates, per_node=GPUS_PER_NODE)}
 
 
 def strategy_row(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:

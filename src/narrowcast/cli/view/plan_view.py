@@ -19,6 +19,9 @@ from narrowcast.training.phase_plans import get_phases, phases_json
 COLOURS = {"full": "", "half": "cyan", "eight": "magenta", "four": "red", "other": ""}
 HOW_COLOURS = {"native": "green", "emulated": "yellow", "unchanged": "dim"}
 ROLES = {
+    "buckets": "DDP buckets",
+    "gathered": "gathered blocks",
+    "accumulated": "whole gradients between micro-batches",
     "params": "weights",
     "grads": "gradients",
     "master": "master",
@@ -70,6 +73,21 @@ def print_phases(console: Console, recipe: Recipe, plans: Sequence[Plan]) -> Non
         say(console, f"phase {number}", text)
     if len(plans) > 1:
         console.print()
+
+
+def print_ranks(console: Console, row: Mapping[str, Any] | None) -> None:
+    """Print what one of several ranks stores and sends; nothing for one rank."""
+    if row is None:
+        return
+    among = f", {row['shard']} share a copy" if row["strategy"] == "hsdp" else ""
+    say(console, "ranks", f"{row['ranks']}, {row['strategy']}{among}; predicted:")
+    say(console, "per rank", _memory(row["bytes"]))
+    sent = " + ".join(f"{name} {size(n)}" for name, n in row["traffic"].items())
+    say(console, "sent", f"{sent} per rank and step")
+    if "seconds" in row:
+        rates = f"{row['link_rate']:g} GB/s in a machine, {row['network_rate']:g} between"
+        text = f"{row['seconds']:.3g} s if nothing overlaps it ({rates}: data sheet)"
+        say(console, "takes", text)
 
 
 def titles(recipe: Recipe) -> list[str]:

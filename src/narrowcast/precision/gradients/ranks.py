@@ -110,12 +110,12 @@ class RankGroup:
     def _pack(self, flags: Tensor) -> Tensor:
         """Return flags as the bits of 32-bit numbers."""
         rows = torch.nn.functional.pad(flags, (0, -self._count % _BITS)).view(-1, _BITS)
-        words = (rows.to(torch.int64) << self._shifts).sum(1)
-        return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        bits = (rows.to(torch.int64) << self._shifts).sum(1)
+        return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
 
-    def _unpack(self, words: Tensor) -> Tensor:
-        bits = (words.to(torch.int64).unsqueeze(-1) >> self._shifts) & 1
-        return bits.view(len(words), -1)[:, : self._count] != 0
+    def _unpack(self, packed: Tensor) -> Tensor:
+        bits = (packed.to(torch.int64).unsqueeze(-1) >> self._shifts) & 1
+        return bits.view(len(packed), -1)[:, : self._count] != 0
 
     def _is_counted(self, weight: Tensor) -> bool:
         sharded = as_sharded(weight)

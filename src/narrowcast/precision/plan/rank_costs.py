@@ -61,7 +61,8 @@ def rank_costs(
         ranks: Number of ranks.
         strategy: `ddp`, `fsdp` or `hsdp`.
         shard: Ranks that share one copy of the weights under `hsdp`.
-        micro_batches: Micro-batches per step; FSDP gathers weights in each of them.
+        micro_batches: Micro-batches per step. FSDP gathers weights in each of them, and reduces
+            gradients, which are whole until then, in the last.
 
     Returns:
         The prediction. Rings are assumed, which send the least.
@@ -81,9 +82,11 @@ def rank_costs(
     # The block that is computed and the next one are whole; so are the gradients of one.
     block = max(_blocks(plan).values(), default=0)
     stored["gathered"] = 2 * block + math.ceil(block * reduced / max(weights, 1))
+    if micro_batches > 1:
+        stored["accumulated"] = reduced
     traffic = {
         "all-gather": micro_batches * _ring(2 * weights, size),
-        "reduce-scatter": micro_batches * _ring(reduced, size),
+        "reduce-scatter": _ring(reduced, size),
     }
     if strategy == "hsdp" and ranks > size:
         traffic["all-reduce"] = _ring(2 * math.ceil(reduced / size), ranks // size)

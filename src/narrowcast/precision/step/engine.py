@@ -85,7 +85,7 @@ def unscale_gradients(scales: Scales, weights: TrainedWeights) -> None:
     inv_scale = scales.inv_scale(present)
     check_not_fp16(weights.gradients(present))
     watch.before_step(scaled=True, doing="unscale()")
-    weights.average_replicated()
+    _average_replicated(weights)
     checked = weights.check_gradients(present, inv_scale)
     if weights.fused is not None:
         weights.fused.norms.taken_places()  # not kept: they may be moved before the step
@@ -120,7 +120,7 @@ def look_at_gradients(
     """Return what is true of the gradients in these places, and what still unscales them."""
     unscaled = weights.ownership.gradients.unscaled
     if unscaled is None:
-        weights.average_replicated()
+        _average_replicated(weights)
     inv_scale = scales.inv_scale(present) if unscaled is None else None
     checked = weights.check_gradients(present, inv_scale)
     return (checked if unscaled is None else unscaled.and_then(checked, present)), inv_scale
@@ -136,6 +136,12 @@ def move_scales(
     overflowed = ~unscaled.checked.finite
     # What an edit has made not finite is no overflow: no scale is to move, or would have helped.
     return scales.update(unscaled.checked, unscaled.present) | ~(checked.finite | overflowed)
+
+
+def _average_replicated(weights: TrainedWeights) -> None:
+    """Average the gradients of weights that every rank holds whole beside sharded ones."""
+    if weights.ranks is not None:
+        weights.ranks.average_replicated(weights.all, dtype=weights.reduce_dtype)
 
 
 def _run(scaled: Tensor, entry: RegionEntry, *, retain_graph: bool) -> None:
@@ -275,7 +281,7 @@ class Engine:
         if self.scales.value is not None:
             unscale_gradients(self.scales, self.weights)
         else:
-            self.weights.average_replicated()
+            _average_replicated(self.weights)
 
     def begin_step(self) -> None:
         """Raise if every step would be skipped; otherwise let the host catch up."""

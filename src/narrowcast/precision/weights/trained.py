@@ -158,7 +158,9 @@ class TrainedWeights:
         self._narrow: dict[str, nn.Parameter] = {}
         self._storage: tuple[object, ...] = ()
         self.masters = MasterWeights([], [], "none")
-        self._emulated, self._reduce_dtype = False, torch.float32
+        self._emulated = False
+        self.reduce_dtype = torch.float32
+        """The format in which ranks add up gradients."""
         self.fused: FusedAdamW | None = None
         self.average: WeightAverage | None = None
         self.lookahead: LookaheadPoint | None = None
@@ -185,7 +187,7 @@ class TrainedWeights:
         self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
         self.masters.adopt(self.optimizer)
         self._emulated = plan.emulated and plan.policy.master == "none"
-        self._reduce_dtype = storage_dtype(plan.policy.reduce)
+        self.reduce_dtype = storage_dtype(plan.policy.reduce)
         self.fused = None
         if fused:
             host = plan.memory.offloads_optimizer
@@ -345,11 +347,6 @@ class TrainedWeights:
         if self.ranks is None:
             return check_norms(norms, inv_scale)
         return self.ranks.check(norms, inv_scale, present)
-
-    def average_replicated(self) -> None:
-        """Average the gradients of weights that every rank holds whole beside sharded ones."""
-        if self.ranks is not None:
-            self.ranks.average_replicated(self.all, dtype=self._reduce_dtype)
 
     def multiply_gradients(self, present: Sequence[int], factor: Tensor) -> None:
         """Multiply the gradients in these places, by one factor or by one for each."""
