@@ -26,7 +26,7 @@ from narrowcast.strategies.hybrid.strategy import HybridStrategy
 from narrowcast.training.data import batch_order
 from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.phase_plans import each_phase, get_phases, phases_json, plan_phases
-from narrowcast.training.setup import check_ranks, prepare_recipe
+from narrowcast.training.setup import check_ranks, prepare_recipe, sharding
 from narrowcast.training.strategy import PLAIN, Strategy
 from narrowcast.training.task import Task
 from narrowcast.training.train_loop import train_loop
@@ -72,7 +72,9 @@ def assemble(recipe: Recipe, *, ranks: RunRanks = ALONE) -> Assembled:
     recipe = recipe.model_copy(update={"device": ranks.device(recipe.device)})
     hardware = check_settings(recipe)
     phases = planned(recipe, hardware)
-    _require_memory(max(phases, key=lambda plan: sum(plan.bytes.values())))
+    largest = max(phases, key=lambda plan: sum(plan.bytes.values()))
+    if not ranks.several or sharding(recipe, largest, ranks) == "ddp":
+        _require_memory(largest)
     task = build_task(recipe, device=torch.device(hardware.device))
     phases = tuple(with_losses(plan, task.model) for plan in phases)
     # The trainer would find a batch that is too large only once the run has begun.
@@ -81,7 +83,7 @@ def assemble(recipe: Recipe, *, ranks: RunRanks = ALONE) -> Assembled:
         for plan in phases:
             check_ranks(recipe, task, policy=plan.policy)
     recipe = recipe.for_samples(len(task.train_data))
-    prepared = prepare_recipe(recipe, task, plan=phases[0])
+    prepared = prepare_recipe(recipe, task, plan=phases[0], ranks=ranks)
     strategy: Strategy = PLAIN
     if recipe.strategy.is_hybrid:
         strategy = HybridStrategy(prepared, task, recipe)

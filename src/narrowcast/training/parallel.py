@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, TypeVar, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowcast.config.common_sections import ParallelSection
 from narrowcast.errors import ConfigError, NarrowcastError, RankError, UnsupportedError
@@ -302,6 +302,11 @@ def _store_of_restart(place: Place, timeout: timedelta) -> Any:
     distributed: Any = torch.distributed  # has no types for its stores
     store = distributed.TCPStore(place.address, place.port, is_master=False, timeout=timeout)
     return distributed.PrefixStore(f"{KEYS}/restart/{os.environ.get(RESTARTS, '0')}", store)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether torch's `fully_shard` was applied to a model."""
+    return hasattr(model, "set_requires_gradient_sync")
 
 
 def _leave_group() -> None:

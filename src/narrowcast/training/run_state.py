@@ -18,13 +18,14 @@ from narrowcast.runs import FindingRecord
 from narrowcast.training.checkpoints.data_identity import DataIdentity, identify_data
 from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.resume import blamed_on_part, require_same_model, shapes
+from narrowcast.training.checkpoints.run_checkpoint import sharded_state, whole_state
 from narrowcast.training.checkpoints.settings import (
     decisive_differences,
     difference_text,
     places_in,
 )
 from narrowcast.training.data import hashed
-from narrowcast.training.parallel import ALONE, RunRanks
+from narrowcast.training.parallel import ALONE, RunRanks, is_sharded
 from narrowcast.training.task import Hook, Task
 
 
@@ -89,6 +90,8 @@ class RunState:
         parts = {name: self._parts[name].state_dict() for name in others}
         # Not copied here: it is written, or copied to the host, before the next step.
         now = collect_state(self._prepared.engine)
+        if is_sharded(self._prepared.model):
+            now = whole_state(now, needed=self._ranks.is_main)
         parts["prepared"], frozen = self._frozen.split_frozen(now)
         return {
             **asdict(progress),
@@ -180,6 +183,8 @@ class RunState:
                 saved = state[name]
                 if part is self._prepared:
                     saved = self._frozen.put_back_into(saved, state.get("frozen", {}))
+                    if is_sharded(self._prepared.model):
+                        saved = sharded_state(self._prepared, saved)
                 part.load_state_dict(saved)
         for name, hook in self._hooks.items():
             assert hook.load_state_dict is not None

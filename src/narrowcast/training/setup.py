@@ -4,13 +4,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LambdaLR
 
-from narrowcast.config.common_sections import LossScaleSection, LrScheduleSection
+from narrowcast.config.common_sections import (
+    LossScaleSection,
+    LrScheduleSection,
+    ParallelSection,
+)
 from narrowcast.config.sections import Recipe
 from narrowcast.config.strategy import StrategySection
 from narrowcast.errors import ConfigError, UnsupportedError
@@ -19,16 +24,26 @@ from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.sharding import fully_shard
 from narrowcast.precision.step.prepared import Prepared, prepare
 from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.training.optimizers import FROZEN_UNTIL, build_optimizer, get_groups
+from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.task import Task
 
+FITS = 0.6
+"""Share of a device's memory that weights, gradients and optimizer state may take before they are
+sharded: activations need the rest."""
 
-def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
+
+def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan, ranks: RunRanks = ALONE) -> Prepared:
     """Prepare the task's model with a plan and the recipe's optimizer, schedule and loss scale."""
     model, settings = task.model, recipe.precision.loss_scale
     device = next(model.parameters()).device
+    if ranks.several and (strategy_name := sharding(recipe, plan, ranks)) != "ddp":
+        check_sharding(recipe, task, plan=plan)
+        mesh = make_mesh(recipe.parallel, ranks, device.type, replicated=strategy_name == "hsdp")
+        fully_shard(model, mesh, policy=plan, blocks=recipe.memory.blocks)
     optimizer = build_optimizer(recipe.optimizer, model, device=device, groups=get_groups(task))
     frozen_until = [group[FROZEN_UNTIL] for group in optimizer.param_groups]
     strategy = recipe.strategy
@@ -90,6 +105,62 @@ def check_ranks(recipe: Recipe, task: Task, *, policy: Policy) -> None:
     else:
         return
     raise UnsupportedError(wrong)
+
+
+def sharding(recipe: Recipe, plan: Plan, ranks: RunRanks) -> str:
+    """Return the parallel strategy: the recipe's, or ddp for what fits and else shards."""
+    requested = recipe.parallel.strategy
+    if requested != "auto":
+        return requested
+    memory = plan.hardware.memory_bytes
+    if torch.device(plan.hardware.device).type != "cuda" or memory is None:
+        return "ddp"
+    if sum(plan.bytes.values()) <= FITS * memory:
+        return "ddp"
+    return "hsdp" if ranks.local_size < ranks.size else "fsdp"
+
+
+def check_sharding(recipe: Recipe, task: Task, *, plan: Plan) -> None:
+    """Raise if a run cannot shard its weights."""
+    precision = recipe.precision
+    if task.write_results is not None:
+        wrong = f"{recipe.workload} writes its results in one process. Write parallel.strategy=ddp."
+    elif task.edits_gradients:
+        wrong = f"{recipe.workload} edits whole gradients. Write parallel.strategy=ddp."
+    elif any(not parameter.requires_grad for parameter in task.model.parameters()):
+        wrong = "Frozen weights are not sharded yet. Write parallel.strategy=ddp."
+    elif recipe.eval.keep_best:
+        wrong = "eval.keep_best=true needs whole weights. Write eval.keep_best=false."
+    elif recipe.ema.decay is not None:
+        wrong = "Sharded weights have no EMA yet. Leave out ema.decay, or use ddp."
+    elif precision.schedule or precision.adapt.overflows:
+        wrong = (
+            "Sharded weights keep their formats. Leave out precision.schedule and "
+            "precision.adapt.overflows, or write parallel.strategy=ddp."
+        )
+    elif recipe.fault_injection:
+        wrong = "fault_injection needs replays. Leave it out, or write parallel.strategy=ddp."
+    elif recipe.memory.offload:
+        wrong = "memory.offload needs whole weights. Leave it out, or write parallel.strategy=ddp."
+    else:
+        return
+    raise UnsupportedError(f"Sharding (fsdp, hsdp) does not support this recipe. {wrong}")
+
+
+def make_mesh(settings: ParallelSection, ranks: RunRanks, device: str, *, replicated: bool) -> Any:
+    """Return the mesh of all ranks: one dimension to shard over, or one more for replicas."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not replicated:
+        return init_device_mesh(device, (ranks.size,), mesh_dim_names=("shard",))
+    shard = settings.shard or ranks.local_size
+    if ranks.size % shard or shard == ranks.size:
+        raise ConfigError(
+            f"parallel.shard must divide the {ranks.size} ranks into several groups, got {shard}. "
+            "Write another parallel.shard, or parallel.strategy=fsdp."
+        )
+    shape = (ranks.size // shard, shard)
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def make_lookahead(strategy: StrategySection) -> Lookahead | None:

@@ -22,14 +22,14 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord, Record
 from narrowcast.runs.commands import resume_command
 from narrowcast.training.adapting import Adapter
-from narrowcast.training.checkpoints.export import write_results
+from narrowcast.training.checkpoints.export import WEIGHTS, export_weights, write_results
 from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.resume import blamed_on_part
 from narrowcast.training.checkpoints.saving import Saving
 from narrowcast.training.data import BatchStream, batch_order, make_batches
 from narrowcast.training.ending import run_end
 from narrowcast.training.evaluation import Evaluations
-from narrowcast.training.parallel import ALONE, RunRanks
+from narrowcast.training.parallel import ALONE, RunRanks, is_sharded
 from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.run_state import Progress, RunState
 from narrowcast.training.signals import Stop, stop_on_signals
@@ -209,6 +209,8 @@ class _TrainLoop:
             self._ranks.at("writing the results")
             if self._ranks.is_main:
                 write_results(self._prepared, task, self._folder, end=end, best=best)
+            elif is_sharded(self._prepared.model):  # rank 0 collects what each of them has
+                export_weights(self._prepared, self._folder / WEIGHTS)
             self._ranks.barrier()
 
     def _evaluate_and_save(self, stop: Stop) -> Iterator[Record]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from narrowcast.health.statistics.statistics import COLUMNS, RUN
 from narrowcast.kernels.launch import unsupported_reason, upload
+from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.fp8.delayed import AmaxHistory
 from narrowcast.precision.plan.module_plan import OPERANDS
 from narrowcast.precision.products.operands import ProductFormats
@@ -160,7 +161,7 @@ class WeightSamples:
             if tensor is None:
                 row.zero_()
             else:
-                take(tensor, row, offsets)
+                take(local_part(tensor), row, offsets)  # of a sharded weight this rank's part
 
 
 def _kernel(

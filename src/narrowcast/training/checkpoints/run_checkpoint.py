@@ -7,9 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
+from narrowcast.precision.dtensor import as_sharded, local_part, placed_like
+from narrowcast.precision.nested import map_tensors
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.saved_state import (
@@ -25,8 +28,10 @@ from narrowcast.training.checkpoints.sharded import (
     take_sharded_snapshot,
     write_sharded,
 )
-from narrowcast.training.checkpoints.tree import flatten_named, joined_name
+from narrowcast.training.checkpoints.tree import flatten_named, joined_name, unflatten
 
+NOT_SENT = (torch.int16, torch.uint16)
+"""Dtypes of the digits of split weights, which gloo cannot send."""
 RUN, EXTRA = "run", "extra"
 """The parts of such a checkpoint."""
 
@@ -139,6 +144,50 @@ def load_checkpoint(run: Prepared, folder: str | Path) -> dict[str, Any]:
     ranks.together(partial(load_state, run.engine, mine))
     extra: dict[str, Any] = state[EXTRA]
     return extra
+
+
+def whole_state(state: dict[str, Any], *, needed: bool) -> dict[str, Any]:
+    """Return a run's state with whole tensors on the host instead of shards; runs collectives.
+
+    Where it is not `needed`, as on all ranks but the one that writes, they are empty.
+    """
+
+    def whole(tensor: Tensor) -> Tensor:
+        sharded = as_sharded(tensor)
+        if sharded is None:
+            return tensor
+        if tensor.dtype in NOT_SENT:
+            sharded = as_sharded(placed_like(local_part(tensor).to(torch.int32), tensor))
+        full: Tensor = sharded.full_tensor().to(tensor.dtype)
+        return full.cpu() if needed else full.new_empty(0, device="cpu")
+
+    result: dict[str, Any] = map_tensors(state, whole)
+    return result
+
+
+def sharded_state(run: Prepared, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state of whole tensors with those that the run shards sharded as it does."""
+    like, tensors = _targets(run), dict[str, Tensor]()
+
+    def place(tensor: Tensor, path: tuple[object, ...]) -> str:
+        name = joined_name(path, tensors)
+        target = like(name)
+        sharded = None if target is None else as_sharded(target)
+        if sharded is not None and tensor.shape == sharded.shape:
+            on_device = tensor.to(sharded.device)
+            # Every rank has read the whole: nothing has to be sent.
+            tensor = distribute_tensor(
+                on_device, sharded.device_mesh, sharded.placements, src_data_rank=None
+            )
+        tensors[name] = tensor
+        return name
+
+    from torch.distributed.tensor import distribute_tensor
+
+    tree = flatten_named({RUN: state}, place)
+    placed: dict[str, Any] = unflatten(tree, tensors)[RUN]
+    placed[OUTLINE] = state_outline(placed)
+    return placed
 
 
 def run_targets(state: dict[str, Any], *, name: str) -> dict[str, Tensor]:

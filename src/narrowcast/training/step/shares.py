@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowcast.health.diagnose.investigator import StepDiagnosis
 from narrowcast.runs import FindingRecord, Record
 from narrowcast.training.data import Order
-from narrowcast.training.parallel import RunRanks
+from narrowcast.training.parallel import RunRanks, is_sharded
 from narrowcast.training.signals import STOPPING
 from narrowcast.training.task import Batch, LossParts, Task
 
@@ -77,11 +77,6 @@ def connected(model: nn.Module, ranks: RunRanks) -> nn.Module:
     device = next(model.parameters()).device
     # Buckets as gradients would be memory of DDP's that the engine cannot give back.
     return Replica(model, device_ids=[device] if device.type == "cuda" else None)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether torch's `fully_shard` was applied to a model."""
-    return hasattr(model, "set_requires_gradient_sync")
 
 
 def averaging(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
