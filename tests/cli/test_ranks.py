@@ -147,14 +147,15 @@ def test_two_ranks_that_are_stopped_are_resumed_on_one(launch, narrowcast, tiny,
     ]
     assert narrowcast(*words, "--out", tmp_path / "straight").code == 0
     run = launch(*words, "--out", "stopped")
-    wait_for(lambda: checkpointed(tmp_path / "stopped", 2), run)
+    records = tmp_path / "stopped" / "records.jsonl"
+    wait_for(lambda: records.exists() and steps_of(tmp_path / "stopped"), run)
     run.processes[1].send_signal(signal.SIGTERM)  # one is enough
     (code, said), (other, silent) = run.ended()
     assert (code, other) == (130, 130)
     assert "Resume with: narrowcast resume stopped" in said
     assert silent == ""
     saved = [r.step for r in records_of(tmp_path / "stopped") if isinstance(r, CheckpointRecord)]
-    assert saved[-1] == steps_of(tmp_path / "stopped")[-1].step < 30
+    assert saved[-1] == steps_of(tmp_path / "stopped")[-1].step < 40
     again = narrowcast("resume", tmp_path / "stopped")
     assert again.code == 0
     assert "continues on 1 rank instead of 2" in again.out
