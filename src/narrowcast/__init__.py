@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.fused.linear_cross_entropy import (
         linear_cross_entropy as linear_cross_entropy,
     )
+    from narrowcast.precision.gradients.loss_scale import LossScale as LossScale
     from narrowcast.precision.plan.memory import Memory as Memory
     from narrowcast.precision.plan.plan import Plan as Plan
     from narrowcast.precision.plan.plan import make_plan as plan  # noqa: F401
@@ -33,13 +34,12 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.plan.tasks import apply_task as apply_task
     from narrowcast.precision.plan.tasks import optimal_precision as optimal_precision
     from narrowcast.precision.sharding import fully_shard as fully_shard
-    from narrowcast.precision.step.prepared import Lookahead as Lookahead
-    from narrowcast.precision.step.prepared import LossScale as LossScale
-    from narrowcast.precision.step.prepared import Outcome as Outcome
+    from narrowcast.precision.step.outcome import Outcome as Outcome
     from narrowcast.precision.step.prepared import Prepared as Prepared
     from narrowcast.precision.step.prepared import prepare as prepare
     from narrowcast.precision.weights.frozen_base import dequantize_frozen as dequantize_frozen
     from narrowcast.precision.weights.frozen_base import quantize_frozen as quantize_frozen
+    from narrowcast.precision.weights.lookahead import Lookahead as Lookahead
     from narrowcast.runner.report_sections import write_run_report as write_report  # noqa: F401
     from narrowcast.runner.run import Run as Run
     from narrowcast.runner.run import RunResult as RunResult

@@ -156,7 +156,9 @@ def ranks_row(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
     costs = rank_costs(
         plan,
         ranks=settings.ranks,
-        strategy=choose_strategy(plan, settings.strategy),
+        strategy=choose_strategy(
+            plan, settings.strategy, ranks=settings.ranks, per_machine=GPUS_PER_NODE
+        ),
         shard=settings.shard or min(GPUS_PER_NODE, settings.ranks),
         micro_batches=recipe.gradient_accumulation_steps,
     )

@@ -24,16 +24,13 @@ from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.rank_costs import choose_strategy
 from narrowcast.precision.sharding import fully_shard
 from narrowcast.precision.step.prepared import Prepared, prepare
 from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.training.optimizers import FROZEN_UNTIL, build_optimizer, get_groups
 from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.task import Task
-
-FITS = 0.6
-"""Share of a device's memory that weights, gradients and optimizer state may take before they are
-sharded: activations need the rest."""
 
 
 def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan, ranks: RunRanks = ALONE) -> Prepared:
@@ -109,15 +106,9 @@ def check_ranks(recipe: Recipe, task: Task, *, policy: Policy) -> None:
 
 def sharding(recipe: Recipe, plan: Plan, ranks: RunRanks) -> str:
     """Return the parallel strategy: the recipe's, or ddp for what fits and else shards."""
-    requested = recipe.parallel.strategy
-    if requested != "auto":
-        return requested
-    memory = plan.hardware.memory_bytes
-    if torch.device(plan.hardware.device).type != "cuda" or memory is None:
-        return "ddp"
-    if sum(plan.bytes.values()) <= FITS * memory:
-        return "ddp"
-    return "hsdp" if ranks.local_size < ranks.size else "fsdp"
+    return choose_strategy(
+        plan, recipe.parallel.strategy, ranks=ranks.size, per_machine=ranks.local_size
+    )
 
 
 def check_sharding(recipe: Recipe, task: Task, *, plan: Plan) -> None:

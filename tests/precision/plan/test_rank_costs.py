@@ -104,6 +104,8 @@ def test_auto_shards_a_model_that_would_fill_a_gpu():
     small = nc.plan(network(), "fp32", hardware=hardware)
     with torch.device("meta"):
         large = nc.plan(nn.Linear(2**15, 2**15, bias=False), "fp32", hardware=hardware)
-    assert choose_strategy(small, "auto") == "ddp"
-    assert choose_strategy(large, "auto") == "fsdp"
-    assert choose_strategy(small, "hsdp") == "hsdp"
+    one_machine = {"ranks": 8, "per_machine": 8}
+    assert choose_strategy(small, "auto", **one_machine) == "ddp"
+    assert choose_strategy(large, "auto", **one_machine) == "fsdp"
+    assert choose_strategy(large, "auto", ranks=16, per_machine=8) == "hsdp"
+    assert choose_strategy(small, "hsdp", **one_machine) == "hsdp"

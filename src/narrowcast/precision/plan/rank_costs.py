@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 from narrowcast.precision.plan.plan import Plan
 
 Strategy = Literal["ddp", "fsdp", "hsdp"]
+FITS = 0.6
+"""Part of a GPU's memory for weights, gradients and optimizer state up to which DDP is used."""
 _SHARDED = ("params", "grads", "master", "moments", "lookahead", "average")
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -41,14 +43,15 @@ class RankCosts:
         return asdict(self)
 
 
-def choose_strategy(plan: Plan, requested: str) -> Strategy:
-    """Return the strategy; `auto` shards if more than half of a GPU's memory would be taken."""
+def choose_strategy(plan: Plan, requested: str, *, ranks: int, per_machine: int) -> Strategy:
+    """Return the strategy; `auto` shards what would take most of a GPU, per machine if several."""
     if requested in get_args(Strategy):
         strategy: Strategy = requested  # type: ignore[assignment]
         return strategy
     memory, is_gpu = plan.hardware.memory_bytes, plan.hardware.device.startswith("cuda")
-    taken = sum(plan.bytes.values()) + plan.bytes.get("grads", 0)
-    return "fsdp" if is_gpu and memory is not None and 2 * taken > memory else "ddp"
+    if not is_gpu or memory is None or sum(plan.bytes.values()) <= FITS * memory:
+        return "ddp"
+    return "hsdp" if per_machine < ranks else "fsdp"
 
 
 def rank_costs(

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.precision.dtensor import check_dtypes_stay
-from narrowcast.precision.gradients.loss_scale import LossScale as LossScale
-from narrowcast.precision.gradients.loss_scale import RequestedScale, settings_from
+from narrowcast.precision.gradients.loss_scale import LossScale, RequestedScale, settings_from
 from narrowcast.precision.plan.fusing import Fuse
 from narrowcast.precision.plan.gains import Execution
 from narrowcast.precision.plan.memory import Memory
@@ -32,11 +31,11 @@ from narrowcast.precision.step.checks import (
     check_settings,
 )
 from narrowcast.precision.step.engine import Engine, dropped_on_failure, give_back_gradients
-from narrowcast.precision.step.outcome import Outcome as Outcome
+from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.saved_state import collect_state, load_state
 from narrowcast.precision.step.step_log import AnyScheduler, Schedules, Stats
 from narrowcast.precision.step.weight_swap import swapped_in
-from narrowcast.precision.weights.lookahead import Lookahead as Lookahead
+from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.precision.weights.multi_optimizer import as_one, member_optimizers
 from narrowcast.precision.weights.trained import bytes_by_role
 from narrowcast.runs import FindingRecord
