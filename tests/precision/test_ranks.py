@@ -255,6 +255,12 @@ def test_fully_shard_raises_with_what_to_write():
             nc.fully_shard(model)
         with pytest.raises(UnsupportedError, match=r"grads=fp32.*reduce=fp32"):
             train(model, ROWS, policy="bf16, params=bf16, grads=fp32")
+        for kind in (torch.optim.Adafactor, torch.optim.Rprop):
+            with pytest.raises(UnsupportedError, match=rf"{kind.__name__} cannot step sharded"):
+                nc.prepare(model, kind(model.parameters(), lr=LR))
+        run, _ = train(network(), ROWS)
+        with pytest.raises(ConfigError, match=r"prepared already.*prepare\(\) last"):
+            nc.fully_shard(run.model)
         return True
 
     assert on_ranks(2, one_rank) == [True, True]
@@ -276,6 +282,116 @@ def test_reduce_format_of_the_policy_reduces_gradients():
     )
     assert not torch.equal(fp32, bf16)
     assert torch.equal(bf16, bf16.bfloat16().float())
+
+
+@pytest.mark.parametrize("policy", ["fp32", POLICIES["split"]])
+@pytest.mark.parametrize("block", ["use_ema", "use_eval_weights"])
+def test_forward_pass_inside_a_weight_swap_has_the_swapped_weights(block, policy):
+    kept = {"ema_decay": 0.9} if block == "use_ema" else {"lookahead": nc.Lookahead()}
+
+    def one_rank(rank, world):
+        model, rows = network(), ROWS.chunk(world)[rank]
+        if world > 1:
+            nc.fully_shard(model, policy=policy)
+        found = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = nc.prepare(model, optimizer, policy=policy, **kept)
+        for _ in range(3):
+            run.step(model(rows).square().mean())
+            with torch.no_grad(), getattr(run, block)():
+                found.append(model(ROWS))
+                inside = model.state_dict()
+            with torch.no_grad():
+                found.append(model(ROWS))
+        return found, {name: whole(value) for name, value in inside.items()}
+
+    (alone, state), shards = one_rank(0, 1), on_ranks(2, lambda rank: one_rank(rank, 2))
+    rel = 2**-18 if policy == "fp32" else 2**-6
+    for outputs, inside in shards:
+        for mine, output in zip(outputs, alone, strict=True):
+            torch.testing.assert_close(mine, output, rtol=rel, atol=rel)
+        for name, value in inside.items():
+            torch.testing.assert_close(value, state[name], rtol=rel, atol=rel)
+    assert not torch.equal(alone[-1], alone[-2])
+
+
+class Adapted(nn.Module):
+    """A frozen base with a trained adapter, a scalar gain, and two experts of a row's sign."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(16, 16).requires_grad_(False)
+        self.adapter = nn.Linear(16, 16)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.experts = nn.ModuleDict({name: nn.Linear(16, 5) for name in ("minus", "plus")})
+
+    def forward(self, x):
+        name = "plus" if x[0, 0] > 0 else "minus"
+        return self.experts[name](self.base(x) + self.gain * self.adapter(x))
+
+
+def adapted(world, rank, *, ignored=(), blocks=("base",), unused=False):
+    """Train on rows of which each rank's go to another expert; return norms and weights."""
+    with _seed:
+        torch.manual_seed(0)
+        model = Adapted()
+    if world > 1:
+        whole_ones = {p for name in ignored for p in model.get_submodule(name).parameters()}
+        nc.fully_shard(model, blocks=blocks, ignored_params=whole_ones)
+        if unused:
+            model.set_reduce_scatter_unused_params(True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    run = nc.prepare(model, torch.optim.AdamW(trained, lr=LR), policy="fp32", clip_norm=0.5)
+    parts = [torch.cat([sign * ROWS[:4, :1].abs(), ROWS[:4, 1:]], 1) for sign in (1, -1)]
+    norms = []
+    for _ in range(3):
+        mine = parts if world == 1 else parts[rank : rank + 1]
+        loss = sum(model(rows).square().mean() for rows in mine) / len(mine)
+        norms.append(run.step(loss).grad_norm)
+    return norms, {name: whole(value) for name, value in run.fp32_state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "layout", [{"ignored": ("adapter", "experts")}, {"ignored": ("experts",)}, {"unused": True}]
+)
+def test_weights_that_some_ranks_do_not_use_follow_one_process(layout):
+    norms, weights = adapted(1, 0)
+    for mine, values in on_ranks(2, lambda rank: adapted(2, rank, **layout)):
+        assert mine == pytest.approx(norms, rel=1e-6)
+        for name, value in values.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_fsdp_mixed_with_those_of_another_expert_raise():
+    message = r"experts.minus.weight.*some ranks only.*set_reduce_scatter_unused_params\(True\)"
+    with pytest.raises(UnsupportedError, match=message):
+        on_ranks(2, lambda rank: adapted(2, rank))
+
+
+def test_sharded_weights_gathered_by_an_evaluation_are_told_apart():
+    split = POLICIES["split"]
+
+    def one_rank(rank):
+        model = network()
+        nc.fully_shard(model, policy=split)
+        before = torch.optim.AdamW(model.parameters(), lr=LR)
+        model(ROWS)
+        late = torch.optim.AdamW(model.parameters(), lr=LR)
+        with pytest.raises(ConfigError, match=r"AdamW was built after a forward pass"):
+            nc.prepare(model, late)
+        with pytest.raises(UnsupportedError, match=r"prepare\(\).*before the first forward"):
+            nc.prepare(model, before, policy=split)
+        run = nc.prepare(model, before, policy="fp32")
+        with torch.no_grad():
+            model(ROWS)
+        assert run.set_policy("bf16")
+        with pytest.raises(UnsupportedError, match=r"set_policy\(\).*same params="):
+            run.set_policy(split)
+        with pytest.raises(UnsupportedError, match=r"outcome\.bad_rank"):
+            nc.explain(run, [ROWS], lambda rows: model(rows).sum())
+        return run.step(model(ROWS).square().mean()).applied
+
+    assert on_ranks(2, one_rank) == [True, True]
 
 
 def test_ranks_are_released_for_other_tests():

@@ -1,12 +1,13 @@
 """Weights that are sharded over devices (DTensors), and the part of them that lies on this one."""
 
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Set
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import UnsupportedError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.kernels.launch import PLAIN
 
 
@@ -62,9 +63,19 @@ def check_sharded(
             )
 
 
-def check_dtypes_stay(model: nn.Module, *, doing: str, instead: str) -> None:
-    """Raise if FSDP, which remembers the dtypes of its first forward pass, shards the model."""
-    if _modules(model, "FSDPModule"):
+def check_dtypes_stay(
+    model: nn.Module, *, doing: str, instead: str, after_forward: bool = False
+) -> None:
+    """Raise if FSDP, which remembers the dtypes of its first forward pass, shards the model.
+
+    `after_forward` raises only if there was one.
+    """
+    units = _modules(model, "FSDPModule")
+    if after_forward:
+        units = [
+            each for each in units if cast(Any, each[1])._get_fsdp_state()._is_root is not None
+        ]
+    if units:
         raise UnsupportedError(
             f"{doing} changes the dtype of weights, which fully_shard() does not follow. {instead}."
         )
@@ -90,6 +101,35 @@ def replace_values(parameter: nn.Parameter, values: Tensor) -> None:
     if sharded is not None:
         # torch changes the wrapper alone; FSDP replaces the shard in it in this way too.
         sharded._local_tensor = local_part(values)
+
+
+def reshard(model: nn.Module) -> set[nn.Parameter]:
+    """Free the weights that a forward pass without backward left gathered, and return them."""
+    units = _modules(model, "FSDPModule")
+    before = set(model.parameters()) if units else set()
+    for _, unit in units:
+        cast(Any, unit).reshard()
+    return before - set(model.parameters()) if units else before
+
+
+def check_not_gathered(gathered: Set[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer holds weights that FSDP had gathered for a forward pass."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if gathered & held:
+        raise ConfigError(
+            f"The {type(optimizer).__name__} was built after a forward pass of the sharded model, "
+            f"got {len(gathered & held)} gathered weights in it. Build the optimizer before the "
+            "first forward pass, or call model.reshard() before you build it."
+        )
+
+
+def gather_anew(model: nn.Module) -> None:
+    """Make FSDP gather the values that sharded weights were given by `replace_values`."""
+    reshard(model)  # a root module keeps what it gathered for the next forward pass
+    for _, unit in _modules(model, "FSDPModule"):
+        for group in cast(Any, unit)._get_fsdp_state()._fsdp_param_groups:
+            for each in group.fsdp_params:
+                each.reset_sharded_param()  # as torch does after load_state_dict
 
 
 def placed_like(local: Tensor, other: Tensor) -> Tensor:

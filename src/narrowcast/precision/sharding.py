@@ -17,6 +17,7 @@ from narrowcast.precision.modules.rewrite import storage_dtype, weight_formats
 from narrowcast.precision.plan.memory import block_names, repeated_blocks
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import AnyPolicy
+from narrowcast.precision.swap import is_swapped
 
 
 def fully_shard(
@@ -31,8 +32,8 @@ def fully_shard(
 
     Calls `torch.distributed.fsdp.fully_shard` per block. Modules with another storage format in a
     block, such as fp32 norms among bf16 layers, become a group of their own. Gradients are reduced
-    in the policy's `reduce` format. Build the optimizer and call `prepare` with the same policy
-    afterwards.
+    in the policy's `reduce` format. Scalar weights stay whole on every rank. Build the optimizer
+    and call `prepare` with the same policy afterwards.
 
     Args:
         model: The model, before `prepare`, on its device.
@@ -48,7 +49,7 @@ def fully_shard(
         The same model.
 
     Raises:
-        ConfigError: The model is sharded already, or an argument is invalid.
+        ConfigError: The model is sharded or prepared already, or an argument is invalid.
         UnsupportedError: A module holds trainable weights of two storage formats.
 
     Example:
@@ -66,6 +67,11 @@ def fully_shard(
             "fully_shard() takes its formats from policy, got mp_policy too. Leave mp_policy out; "
             "params= and reduce= in the policy set what is gathered and reduced."
         )
+    if is_swapped(model):
+        raise ConfigError(
+            "This model is prepared already. Call nc.fully_shard() first, build the optimizer, and "
+            "call prepare() last."
+        )
     sharded = [name for name, p in model.named_parameters() if as_sharded(p) is not None]
     if sharded:
         raise ConfigError(f"{sharded[0]} is sharded already. Call fully_shard() once per model.")
@@ -74,7 +80,10 @@ def fully_shard(
     settings["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=storage_dtype(plan.policy.reduce))
     trained = {p for p in model.parameters() if p.requires_grad}
     formats = weight_formats(model, plan, trained)
-    ignored = set(settings.get("ignored_params") or ())
+    # torch shards no scalars: every rank holds them, and `step` averages their gradients.
+    ignored = {p for p in model.parameters() if p.dim() == 0}
+    ignored.update(settings.get("ignored_params") or ())
+    settings["ignored_params"] = ignored
     taken: set[nn.Module] = set()
     for block in (*_blocks(model, blocks), model):
         inside = [each for each in block.modules() if each not in taken]

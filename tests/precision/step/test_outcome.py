@@ -18,6 +18,7 @@ def outcome(*, finite, norms, metered=False):
         at_floor=number(False),
         norms=number(norms),
         bad_rank=number(-1),
+        mixed=number(-1),
     )
     waits = []
     names = [(i, f"layer{i}.weight") for i in range(len(norms))]

@@ -214,6 +214,7 @@ def explain(
 
     Raises:
         ConfigError: `batches` is not a list.
+        UnsupportedError: The weights are sharded.
 
     Example:
         >>> if not outcome.applied:
@@ -223,6 +224,12 @@ def explain(
         raise ConfigError(
             "explain() needs the micro-batches of the step as a list, got "
             f"{type(batches).__name__}. Write nc.explain(run, [batch], loss_fn)."
+        )
+    if prepared.engine.weights.ranks is not None:
+        raise UnsupportedError(
+            "explain() replays passes one rank at a time, and the weights are sharded. "
+            "outcome.bad_rank and outcome.bad_parameters tell where to look. To replay the batch "
+            "of that rank, load run.fp32_state_dict() into a model of one process and prepare it."
         )
     replay_inputs = ReplayInputs.before(prepared, batches)
     if loss_scale is not None and replay_inputs.scales:

@@ -29,6 +29,8 @@ class Checked:
     finite: Tensor
     bad_rank: Tensor | None = None
     """The first rank whose loss is not finite, -1 for none; None without sharded weights."""
+    mixed: Tensor | None = None
+    """The first weight that has a gradient on some ranks only, -1 for none, likewise."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ does not wait. Ranks under DistributedDataParallel hold equal gradients and need
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -18,9 +18,13 @@ from narrowcast.precision.gradients.check import Checked
 _BITS = 32
 
 
-def rank_group(weights: Sequence[Tensor]) -> "RankGroup | None":
-    """Return the ranks over which some weights are sharded; None for one rank or plain weights."""
-    meshes = {w.device_mesh for w in map(as_sharded, weights) if w is not None}
+def rank_group(weights: Sequence[Tensor], others: Iterable[Tensor]) -> "RankGroup | None":
+    """Return the ranks that train these weights; None for one rank or a model that is not sharded.
+
+    `others` are further weights of the model: adapters are trained beside a sharded, frozen base.
+    """
+    every = map(as_sharded, (*weights, *others))
+    meshes = {w.device_mesh for w in every if w is not None}
     groups = _groups(meshes) if meshes else []
     if all(group.size() == 1 for group in groups):
         return None
@@ -39,7 +43,7 @@ class RankGroup:
         device = weights[0].device
         # A weight that several ranks hold is in the norm once.
         self._counted = torch.tensor([self._is_counted(w) for w in weights], device=device)
-        self._replicated = [as_sharded(w) is None for w in weights]
+        self._replicated = [w for w in weights if as_sharded(w) is None]
         self._shifts = torch.arange(_BITS, device=device)
         self._bad_loss = torch.zeros((), dtype=torch.int32, device=device)
 
@@ -58,13 +62,18 @@ class RankGroup:
         )
         bad = torch.zeros(self._count, dtype=torch.bool, device=norms.device)
         bad[places] = ~norms.isfinite()
-        message = torch.cat([squares.view(torch.int32), self._bad_loss.reshape(1), self._pack(bad)])
+        here = torch.zeros_like(bad)
+        here[places] = True
+        flags = (self._pack(bad), self._pack(here))
+        message = torch.cat([squares.view(torch.int32), self._bad_loss.reshape(1), *flags])
         self._bad_loss.zero_()
         messages = self._gather(message)
         sums = messages[:, :2].contiguous().view(torch.float32)
         norm, total = sums[:, 0].sum().sqrt(), sums[:, 1].sum()
-        anywhere = self._unpack(messages[:, 3:]).any(0)
-        finite = (norm.square() + total < math.inf) & ~anywhere.any()
+        bad_bits, here_bits = messages[:, 3:].chunk(2, dim=1)
+        anywhere, present_on = self._unpack(bad_bits).any(0), self._unpack(here_bits)
+        mixed = (present_on != present_on[0]).any(0)
+        finite = (norm.square() + total < math.inf) & ~anywhere.any() & ~mixed.any()
         elsewhere = anywhere[places] & norms.isfinite()
         lost = messages[:, 2] != 0
         return Checked(
@@ -72,16 +81,23 @@ class RankGroup:
             norm=norm,
             finite=finite,
             bad_rank=torch.where(lost.any(), lost.float().argmax(), -1),
+            mixed=torch.where(mixed.any(), mixed.float().argmax(), -1),
         )
 
     @torch.no_grad()
-    def average_replicated(self, weights: Sequence[Tensor], *, dtype: torch.dtype) -> None:
+    def fill_replicated(self) -> None:
+        """Add gradients of zero to weights that are not sharded and have none on this rank.
+
+        Other ranks may have one, such as of an expert that none of this rank's tokens reached.
+        """
+        for weight in self._replicated:
+            if weight.grad is None and weight.requires_grad:
+                weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype or weight.dtype)
+
+    @torch.no_grad()
+    def average_replicated(self, *, dtype: torch.dtype) -> None:
         """Average the gradients of weights that are not sharded, which nothing else reduces."""
-        gradients = [
-            w.grad
-            for w, replicated in zip(weights, self._replicated, strict=True)
-            if replicated and w.grad is not None
-        ]
+        gradients = [w.grad for w in self._replicated if w.grad is not None]
         if not gradients:
             return
         flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])

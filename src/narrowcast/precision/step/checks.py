@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.precision.dtensor import as_sharded
 from narrowcast.precision.plan.gains import Execution
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.quantized_frozen import QuantizedFrozenLayer
@@ -41,6 +42,13 @@ def check_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer
         raise UnsupportedError(
             f"step() of {type(optimizer).__name__} needs `{needed[0]}` and evaluates the loss "
             "where gradients cannot be checked. Use an optimizer whose step() needs no closure."
+        )
+    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop) and any(
+        as_sharded(p) is not None for group in optimizer.param_groups for p in group["params"]
+    ):
+        raise UnsupportedError(
+            f"torch.optim.{type(optimizer).__name__} cannot step sharded weights (DTensors) in "
+            f"torch {torch.__version__}. Use AdamW, Muon, SGD or another optimizer."
         )
     check_not_prepared(model, optimizer)
     if is_swapped(model):

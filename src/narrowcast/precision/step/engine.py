@@ -141,7 +141,7 @@ def move_scales(
 def _average_replicated(weights: TrainedWeights) -> None:
     """Average the gradients of weights that every rank holds whole beside sharded ones."""
     if weights.ranks is not None:
-        weights.ranks.average_replicated(weights.all, dtype=weights.reduce_dtype)
+        weights.ranks.average_replicated(dtype=weights.reduce_dtype)
 
 
 def _run(scaled: Tensor, entry: RegionEntry, *, retain_graph: bool) -> None:
@@ -186,7 +186,7 @@ class Engine:
         """Largest total norm of the gradients; another trainer's loop may set it per step."""
         self.weights = TrainedWeights(model, optimizer)
         # What a step packs where there is nothing to tell.
-        self._zero, self._one, self._no_rank = torch.tensor(
+        self._zero, self._one, self._none = torch.tensor(
             [0.0, 1.0, -1.0], device=self.weights.device
         ).unbind()
         # What can be refused is refused before anything is changed.
@@ -329,7 +329,8 @@ class Engine:
             lost=self._zero if lost is None else lost,
             at_floor=at_floor,
             norms=checked.norms,
-            bad_rank=self._no_rank if checked.bad_rank is None else checked.bad_rank,
+            bad_rank=self._none if checked.bad_rank is None else checked.bad_rank,
+            mixed=self._none if checked.mixed is None else checked.mixed,
         )
 
     def end_step(self, packed: Tensor, present: Sequence[int], *, metered: bool) -> Outcome:

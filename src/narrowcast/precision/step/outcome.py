@@ -22,9 +22,10 @@ def pack(
     at_floor: Tensor,
     norms: Tensor,
     bad_rank: Tensor,
+    mixed: Tensor,
 ) -> Tensor:
     """Return the numbers of one step as one tensor, on the device."""
-    numbers = [finite, norm, scale, next_scale, lost, at_floor, bad_rank]
+    numbers = [finite, norm, scale, next_scale, lost, at_floor, bad_rank, mixed]
     return torch.cat([torch.stack([n.detach().float() for n in numbers]), norms])
 
 
@@ -38,6 +39,7 @@ class _Numbers(NamedTuple):
     lost: float
     at_floor: float
     bad_rank: float
+    mixed: float
 
 
 _COUNT = len(_Numbers._fields)
@@ -166,6 +168,11 @@ class Outcome:
         if not self._arrived.finite:
             self._norms = packed[_COUNT:].tolist()
         self._copy = None  # pinned memory is given back
+
+    def mixed_weight(self) -> int | None:
+        """Return the place of a sharded weight that had a gradient on some ranks only."""
+        place = int(self._numbers.mixed)
+        return None if place < 0 else place
 
     def explain(self, why: str) -> None:
         """Set why the step was skipped."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError, UnsupportedError
-from narrowcast.precision.dtensor import check_dtypes_stay
+from narrowcast.precision.dtensor import check_dtypes_stay, check_not_gathered, reshard
 from narrowcast.precision.gradients.loss_scale import LossScale, RequestedScale, settings_from
 from narrowcast.precision.plan.fusing import Fuse
 from narrowcast.precision.plan.gains import Execution
@@ -178,6 +178,7 @@ class Prepared:
         """
         weights = self.engine.weights
         weights.ownership.check_not_swapped(doing="set_policy()")
+        reshard(self.engine.model)
         if weights.with_gradients():
             raise ConfigError(
                 "set_policy() was called between backward() and step(), while gradients still "
@@ -496,8 +497,10 @@ def prepare(
             outcome = run.step(loss)
         ```
     """
+    gathered = reshard(model)
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     for each in optimizers:
+        check_not_gathered(gathered, each)
         check_model_and_optimizer(model, each)
     whole = as_one(optimizers, model)
     check_settings(

@@ -298,6 +298,14 @@ class StepLog:
         while self._in_flight:
             outcome = self._in_flight.pop(0)
             outcome.arrive()
+            if (place := outcome.mixed_weight()) is not None:
+                raise UnsupportedError(
+                    f"{list(self._weights)[place]} has a gradient on some ranks only, and "
+                    "fully_shard() has mixed it with gradients of other weights. Call "
+                    "model.set_reduce_scatter_unused_params(True), and shard modules that some "
+                    "ranks skip (experts) together with a module that all of them run: "
+                    "nc.fully_shard(model, blocks=...)."
+                )
             outcome.explain(self._count(outcome))
 
     def counts(self) -> StepCounts:

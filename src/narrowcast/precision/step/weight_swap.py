@@ -8,8 +8,9 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
-from narrowcast.precision.dtensor import replace_values
+from narrowcast.precision.dtensor import gather_anew, replace_values
 from narrowcast.precision.fp8.state import Fp8Model
 from narrowcast.precision.modules.rewrite import compact_recurrent, rewrite_modules
 from narrowcast.precision.modules.wrappers import OwnLossScale
@@ -28,7 +29,7 @@ def swapped_in(engine: Engine, what: StandIn, get_value: ValueOf) -> Iterator[No
     with (
         engine.fp8.amax_frozen(),
         weights.ownership.swapped_in(what, get_value),
-        _swapped_values(weights, get_value),
+        _swapped_values(engine.model, weights, get_value),
     ):
         # Weights that nothing stands in for must not move: captured steps look for them.
         compact_recurrent(engine.model, only=set(weights.all))
@@ -36,24 +37,27 @@ def swapped_in(engine: Engine, what: StandIn, get_value: ValueOf) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _swapped_values(weights: TrainedWeights, get_value: ValueOf) -> Iterator[None]:
+def _swapped_values(
+    model: nn.Module, weights: TrainedWeights, get_value: ValueOf
+) -> Iterator[None]:
     stored, outer = [p.detach() for p in weights.all], dict(weights.aside)
     try:
         for parameter, own in zip(weights.all, stored, strict=True):
             value = get_value(parameter).to(parameter.dtype, copy=True)
             weights.aside.setdefault(parameter, own)  # the outermost block has the weight's own
             replace_values(parameter, value)
-        _let_know(weights)
+        _let_know(model, weights)
         yield
     finally:
         for parameter, own in zip(weights.all, stored, strict=True):
             replace_values(parameter, own)
         weights.aside = outer
-        _let_know(weights)
+        _let_know(model, weights)
 
 
-def _let_know(weights: TrainedWeights) -> None:
-    """Invalidate what fp8 layers and autocast cached from the weights."""
+def _let_know(model: nn.Module, weights: TrainedWeights) -> None:
+    """Invalidate what fp8 layers, autocast and FSDP hold of the weights."""
+    gather_anew(model)
     torch.autograd.graph.increment_version(weights.all)
     torch.clear_autocast_cache()
 

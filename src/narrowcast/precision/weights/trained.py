@@ -149,7 +149,7 @@ class TrainedWeights:
         self.last_uses = _last_uses(model, self.all, self.names)
         self.device = self.all[0].device
         self._model, self.optimizer = model, optimizer
-        self.ranks = rank_group(self.all)
+        self.ranks = rank_group(self.all, model.parameters())
         """The ranks that decide together about a step; None where one decides."""
         parts = dict.fromkeys((optimizer, *member_optimizers(optimizer)))
         self.held = {each: [p for g in each.param_groups for p in g["params"]] for each in parts}
@@ -204,10 +204,14 @@ class TrainedWeights:
         """Raise if these weights cannot be stored as planned; change nothing."""
         check_hidden_weights(self.optimizer, set(self.all), plan)
         formats = weight_formats(self._model, plan, self._trained())
-        check_sharded(self._model, formats, grads_format=plan.policy.grads_format)
         if self._storage and formats != self._storage[0]:
             instead = "Choose a policy with the same params="
             check_dtypes_stay(self._model, doing="set_policy()", instead=instead)
+        check_sharded(self._model, formats, grads_format=plan.policy.grads_format)
+        stored = {p: storage_dtype(formats.get(p, "fp32")) for p in self._trained()}
+        if not self._storage and any(p.dtype != dtype for p, dtype in stored.items()):
+            instead = "Call prepare() before the first forward pass"
+            check_dtypes_stay(self._model, doing="prepare()", instead=instead, after_forward=True)
         check_shared_memory(self._model, self._trained(), plan)
         check_host_moments(self.all, plan, fused=fused, path=path)
 
@@ -276,7 +280,11 @@ class TrainedWeights:
         return {p for p in self.all if p.requires_grad}
 
     def with_gradients(self) -> list[int]:
-        """Return the places of the weights that have a gradient now."""
+        """Return the places of the weights that have a gradient now, on any rank if replicated."""
+        if self.ranks is not None and any(
+            gradient is not None for gradient in map(_GRAD, self.all)
+        ):
+            self.ranks.fill_replicated()
         return [i for i, gradient in enumerate(map(_GRAD, self.all)) if gradient is not None]
 
     def gradients(self, present: Sequence[int]) -> list[Tensor]:
