@@ -50,9 +50,7 @@ trainer = trl.SFTTrainer(
     ),
     train_dataset=Dataset.from_list(rows),
     processing_class=tokenizer,
-    peft_config=peft.LoraConfig(
-        target_modules="all-linear", modules_to_save=["embed_tokens", "lm_head"]
-    ),
+    peft_config=peft.LoraConfig(target_modules="all-linear", modules_to_save=["lm_head"]),
 )
 nc.attach(trainer, policy=policy)
 trainer.train()
