@@ -394,5 +394,47 @@ def test_sharded_weights_gathered_by_an_evaluation_are_told_apart():
     assert on_ranks(2, one_rank) == [True, True]
 
 
+@pytest.mark.parametrize("policy", ["split", "kahan", "fp32 master"])
+def test_sharded_state_loaded_after_prepare_keeps_every_digit_that_can_be_kept(policy):
+    def one_rank(rank):
+        model = shard(network(), "partly sharded")
+        run, _ = train(model, ROWS, policy=policy)
+        saved = {name: value.clone() for name, value in run.fp32_state_dict().items()}
+        run.step(model(ROWS).square().mean())
+        model.load_state_dict(saved)
+        wanted = {name: whole(value) for name, value in saved.items()}
+        return wanted, {name: whole(value) for name, value in run.fp32_state_dict().items()}
+
+    digits = 2.0**-16 if policy == "kahan" else 0.0
+    for wanted, loaded in on_ranks(RANKS, one_rank):
+        for name, value in wanted.items():
+            assert ((loaded[name] - value).abs() <= digits * value.abs()).all(), name
+
+
+@pytest.mark.parametrize("policy", ["fp32", POLICIES["split"]])
+def test_schedule_free_weights_written_after_an_evaluation_are_the_ones_trained(policy):
+    schedulefree = pytest.importorskip("schedulefree")
+
+    def one_rank(rank, world):
+        model, rows = network(), ROWS.chunk(world)[rank]
+        if world > 1:
+            nc.fully_shard(model, policy=policy)
+        optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=LR)
+        optimizer.train()
+        run, norms = nc.prepare(model, optimizer, policy=policy), []
+        for _ in range(3):
+            norms.append(run.step(model(rows).square().mean()).grad_norm)
+            optimizer.eval()
+            with torch.no_grad():
+                norms.append(model(ROWS).norm().item())
+            optimizer.train()
+        return norms
+
+    alone = one_rank(0, 1)
+    rel = 2**-18 if policy == "fp32" else 2**-5
+    for norms in on_ranks(2, lambda rank: one_rank(rank, 2)):
+        assert norms == pytest.approx(alone, rel=rel)
+
+
 def test_ranks_are_released_for_other_tests():
     assert not dist.is_initialized()

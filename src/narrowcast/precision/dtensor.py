@@ -148,6 +148,15 @@ def placed_like(local: Tensor, other: Tensor) -> Tensor:
     return whole
 
 
+def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a sharded tensor with the shards of `other`, and any other as it is."""
+    sharded, wanted = as_sharded(tensor), as_sharded(other)
+    if sharded is None or wanted is None:
+        return tensor
+    whole: Tensor = sharded.redistribute(wanted.device_mesh, wanted.placements)
+    return whole
+
+
 def _local_shard(tensor: Tensor) -> Tensor:
     if type(tensor) in PLAIN:
         return tensor

@@ -324,10 +324,10 @@ class MasterWeights:
         """Keep of a value that weight `i` was given the digits that the weight cannot hold."""
         if self.kind in ("stochastic", "none"):
             return
-        weight = self.parameters[i].detach()
-        full = fitting_master(weight, value.detach().to(weight.device, torch.float32))
+        weight = local_part(self.parameters[i])
+        full = fitting_master(weight, local_part(value).to(weight.device, torch.float32))
         if self.kind == "fp32":
-            self.fp32_params[i].detach().copy_(full)
+            local_part(self.fp32_params[i]).copy_(full)
         else:
             self._store(i, full)
 

@@ -22,6 +22,7 @@ from narrowcast.precision.dtensor import (
     check_dtypes_stay,
     check_sharded,
     replace_values,
+    sharded_like,
 )
 from narrowcast.precision.gradients.check import (
     Checked,
@@ -197,7 +198,7 @@ class TrainedWeights:
         self._ownership = Ownership(
             self._model, self.optimizer, self.all, self.names, held=self.held
         )
-        self._own_writes = OwnWrites(self.optimizer, self.masters, self._ownership)
+        self._own_writes = OwnWrites(self._model, self.optimizer, self.masters, self._ownership)
         _APPLIED.add(self)
 
     def check_plan(self, plan: Plan, *, fused: bool, path: str) -> None:
@@ -410,8 +411,8 @@ class TrainedWeights:
     def _take(self, weight: nn.Parameter, value: Tensor) -> None:
         """Keep all digits of a value that was loaded into a weight."""
         wide = value.dtype in (torch.float32, torch.float64)
-        if wide and value.shape == weight.shape and as_sharded(weight) is None:
-            self.masters.take(self._master_index[weight], value)
+        if wide and value.shape == weight.shape:
+            self.masters.take(self._master_index[weight], sharded_like(value, weight))
 
 
 _APPLIED: "weakref.WeakSet[TrainedWeights]" = weakref.WeakSet()

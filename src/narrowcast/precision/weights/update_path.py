@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.kernels import launch
 from narrowcast.kernels.launch import is_dense
-from narrowcast.precision.dtensor import as_sharded, local_part
+from narrowcast.precision.dtensor import as_sharded, local_part, reshard
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.weights.master import MasterWeights
@@ -141,14 +141,21 @@ def check_hidden_weights(
 class OwnWrites:
     """The methods of optimizers that may write weights, which reach the model until `give_back`."""
 
-    def __init__(self, optimizer: Optimizer, masters: MasterWeights, ownership: Ownership) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        masters: MasterWeights,
+        ownership: Ownership,
+    ) -> None:
         self._taken: list[tuple[Optimizer, str]] = []
-        if masters.kind == "none" or not masters.parameters:
+        has_masters = masters.kind != "none" and bool(masters.parameters)
+        if not has_masters and all(as_sharded(p) is None for p in model.parameters()):
             return
         for part in member_optimizers(optimizer):
             for name in _methods(type(part)):
                 if name not in vars(part):
-                    vars(part)[name] = _Writing(part, name, masters, ownership)
+                    vars(part)[name] = _Writing(model, part, name, masters, ownership)
                     self._taken.append((part, name))
 
     def give_back(self) -> None:
@@ -165,11 +172,13 @@ class _Writing:
 
     def __init__(
         self,
+        model: nn.Module,
         optimizer: Optimizer,
         name: str,
         masters: MasterWeights,
         ownership: Ownership,
     ) -> None:
+        self._model = weakref.ref(model)
         self._optimizer, self._ownership = weakref.ref(optimizer), weakref.ref(ownership)
         self._name, self._masters = name, masters
         functools.update_wrapper(self, getattr(type(optimizer), name))
@@ -183,6 +192,8 @@ class _Writing:
             return method(optimizer, *args, **kwargs)
         if ownership is not None:
             ownership.check_not_swapped(doing=f"optimizer.{self._name}()")
+        if (model := self._model()) is not None:
+            reshard(model)  # FSDP would go on with what it gathered for an evaluation
         with self._masters.at_hand():
             return method(optimizer, *args, **kwargs)
 
