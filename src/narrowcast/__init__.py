@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.plan.tasks import apply_task as apply_task
     from narrowcast.precision.plan.tasks import optimal_precision as optimal_precision
     from narrowcast.precision.sharding import fully_shard as fully_shard
+    from narrowcast.precision.sharding import set_reduce_format as set_reduce_format
     from narrowcast.precision.step.outcome import Outcome as Outcome
     from narrowcast.precision.step.prepared import Prepared as Prepared
     from narrowcast.precision.step.prepared import prepare as prepare
@@ -98,6 +99,7 @@ _HOMES = {
     "apply_task": "precision.plan.tasks",
     "audit": "health.audit",
     "fully_shard": "precision.sharding",
+    "set_reduce_format": "precision.sharding",
     "fingerprint": "training.checkpoints.data_identity",
     "explain": "health.diagnose.explain",
     "hybrid": "strategies.hybrid.loop",

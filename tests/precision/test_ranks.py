@@ -10,6 +10,7 @@ from tests.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
 from narrowcast.errors import ConfigError, UnsupportedError
@@ -63,7 +64,7 @@ def shard(model, layout):
     return model
 
 
-def train(model, rows, *, policy="fp32", optimizer="AdamW", spoil=None, **settings):
+def train(model, rows, *, policy="fp32", optimizer="AdamW", spoil=None, call=None, **settings):
     run = nc.prepare(
         model,
         OPTIMIZERS[optimizer](model.parameters()),
@@ -75,7 +76,7 @@ def train(model, rows, *, policy="fp32", optimizer="AdamW", spoil=None, **settin
     outcomes = []
     for step in range(STEPS):
         with run.autocast():
-            loss = model(rows).square().mean()
+            loss = (call or model)(rows).square().mean()
         if spoil is not None:
             loss = spoil(step, loss)
         outcomes.append(run.step(loss))
@@ -266,6 +267,38 @@ def test_fully_shard_raises_with_what_to_write():
     assert on_ranks(2, one_rank) == [True, True]
     with pytest.raises(ConfigError, match="torchrun"):
         nc.fully_shard(network())
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "split", "kahan", "stochastic"])
+def test_ddp_training_follows_one_process_and_skips_together(policy):
+    def spoil(rank, step, loss):
+        return loss * math.inf if (rank, step) == (1, 2) else loss
+
+    def one_rank(rank):
+        model = network()
+        parallel = []
+
+        def forward(rows):
+            if not parallel:  # prepare() comes first
+                parallel.append(DistributedDataParallel(model))
+            return parallel[0](rows)
+
+        spoiled = lambda step, loss: spoil(rank, step, loss)  # noqa: E731
+        rows = ROWS.chunk(RANKS)[rank]
+        run, outcomes = train(model, rows, policy=policy, call=forward, spoil=spoiled)
+        decided = [(o.applied, o.grad_norm, o.next_scale, o.bad_rank) for o in outcomes]
+        return decided, {name: whole(v) for name, v in run.fp32_state_dict().items()}
+
+    results = on_ranks(RANKS, one_rank)
+    check_equal_on_ranks(results)
+    decided, _ = results[0]
+    assert [applied for applied, *_ in decided] == [True, True, False, True]
+    _, alone = train(network(), ROWS, policy=policy, spoil=lambda step, loss: spoil(1, step, loss))
+    digits = {"fp32": 20, "fp16": 10}.get(policy, 7)
+    norms = [o.grad_norm for o in alone if o.applied]
+    assert norms == pytest.approx(
+        [norm for applied, norm, *_ in decided if applied], rel=4 * 2**-digits
+    )
 
 
 def test_reduce_format_of_the_policy_reduces_gradients():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
@@ -111,3 +112,37 @@ def test_fsdp1_raises_in_prepare(mesh):
     )
     with pytest.raises(UnsupportedError, match=r"FSDP1.*fully_shard"):
         prepared(model, "fp32", fused_optimizer=True)
+
+
+class SeenCollectives(TorchDispatchMode):
+    """Remembers the dtypes that collectives get."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.dtypes += [each.dtype for each in args[0]]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize(
+    ("reduce", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)], ids=str
+)
+def test_ddp_adds_up_16_bit_gradients_in_the_reduce_format(reduce, dtype):
+    model = nn.Linear(16, 8)
+    run = prepared(model, f"bf16, params=bf16, reduce={reduce}")
+    parallel = nn.parallel.DistributedDataParallel(model)
+    nc.set_reduce_format(parallel, run.plan)
+    with run.autocast():
+        loss = parallel(torch.ones(2, 16)).square().mean()
+    with SeenCollectives() as seen:
+        run.backward(loss)
+    assert seen.dtypes == [dtype]
+    alone = prepared(nn.Linear(16, 8), "bf16, params=bf16")
+    alone.model.load_state_dict(model.state_dict())
+    with alone.autocast():
+        alone.backward(alone.model(torch.ones(2, 16)).square().mean())
+    assert torch.equal(model.weight.grad, alone.model.weight.grad)

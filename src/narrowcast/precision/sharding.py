@@ -1,7 +1,7 @@
-"""FSDP2 for a model that a policy will train: one `fully_shard` per block and storage format.
+"""Gradients and weights over several ranks: FSDP2 by storage format, and how DDP adds up.
 
-`prepare` comes afterwards. It converts the layers in place and binds master weights, moments and
-averages to the shards of this rank.
+`fully_shard` comes before `prepare`, which converts the layers in place and binds master weights,
+moments and averages to the shards of this rank. DDP comes after it.
 """
 
 from collections import Counter
@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.precision.dtensor import as_sharded
 from narrowcast.precision.modules.rewrite import storage_dtype, weight_formats
 from narrowcast.precision.plan.memory import block_names, repeated_blocks
 from narrowcast.precision.plan.plan import Plan, make_plan
-from narrowcast.precision.plan.policy import AnyPolicy
+from narrowcast.precision.plan.policy import AnyPolicy, policy_from
 from narrowcast.precision.swap import is_swapped
 
 
@@ -92,6 +93,46 @@ def fully_shard(
             shard(others, **settings)
         shard(block, **settings)
     return model
+
+
+def set_reduce_format(
+    parallel: DistributedDataParallel, policy: AnyPolicy | Plan = "default"
+) -> None:
+    """Make DDP add up gradients in the policy's `reduce` format, fp32 by default.
+
+    DDP adds up 16-bit gradients in 16 bits otherwise, and rounds once per rank.
+
+    Args:
+        parallel: The wrapper around the prepared model, before its first forward pass.
+        policy: As in `prepare`.
+
+    Example:
+        ```python
+        run = nc.prepare(model, optimizer, policy="bf16, params=bf16, master=split")
+        parallel = DistributedDataParallel(model)
+        nc.set_reduce_format(parallel, run.plan)
+        ```
+    """
+    requested = policy.policy if isinstance(policy, Plan) else policy_from(policy)
+    dtype = storage_dtype(requested.reduce)
+    trained = [p for p in parallel.parameters() if p.requires_grad]
+    if any((p.grad_dtype or p.dtype) != dtype for p in trained):
+        parallel.register_comm_hook((parallel.process_group, dtype), _reduce_bucket)
+
+
+def _reduce_bucket(
+    state: tuple[Any, torch.dtype],
+    bucket: torch.distributed.GradBucket,  # type: ignore[name-defined]  # torch lacks its type
+) -> torch.futures.Future[Tensor]:
+    group, dtype = state
+    own = bucket.buffer()
+    # Divided first, as DDP does, so that fp16 does not overflow.
+    shares = own.to(dtype, copy=True).div_(group.size())
+    work: Any = torch.distributed.all_reduce(shares, group=group, async_op=True)
+    rounded: torch.futures.Future[Tensor] = work.get_future().then(
+        lambda done: own.copy_(done.value()[0])
+    )
+    return rounded
 
 
 def _blocks(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.health.diagnose.investigator import StepDiagnosis
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.sharding import set_reduce_format
 from narrowcast.runs import FindingRecord, Record
 from narrowcast.training.data import Order
 from narrowcast.training.parallel import RunRanks, is_sharded
@@ -70,13 +72,15 @@ class Replica(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-def connected(model: nn.Module, ranks: RunRanks) -> nn.Module:
+def connected(model: nn.Module, ranks: RunRanks, plan: Plan) -> nn.Module:
     """Return the module to call so that gradients are averaged over ranks."""
     if not ranks.several or is_sharded(model):
         return model
     device = next(model.parameters()).device
     # Buckets as gradients would be memory of DDP's that the engine cannot give back.
-    return Replica(model, device_ids=[device] if device.type == "cuda" else None)
+    replica = Replica(model, device_ids=[device] if device.type == "cuda" else None)
+    set_reduce_format(replica, plan)
+    return replica
 
 
 def averaging(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:

@@ -65,7 +65,8 @@ class Stepper:
 
     def drop_graphs(self) -> None:
         """Drop captured graphs, because the model has other formats now."""
-        self._graphed, self._connected = None, connected(self._model, self._ranks)
+        plan = self._prepared.plan
+        self._graphed, self._connected = None, connected(self._model, self._ranks, plan)
         if _wants_graph(self._prepared, self._task, self._recipe, self._ranks):
             self._graphed = GraphedStep(self._prepared.engine)
 
