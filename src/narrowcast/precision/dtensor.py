@@ -127,7 +127,10 @@ def gather_anew(model: nn.Module) -> None:
     """Make FSDP gather the values that sharded weights were given by `replace_values`."""
     reshard(model)  # a root module keeps what it gathered for the next forward pass
     for _, unit in _modules(model, "FSDPModule"):
-        for group in cast(Any, unit)._get_fsdp_state()._fsdp_param_groups:
+        state = cast(Any, unit)._get_fsdp_state()
+        # torch 2.11 has one group per module.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
             for each in group.fsdp_params:
                 each.reset_sharded_param()  # as torch does after load_state_dict
 
