@@ -111,8 +111,8 @@ class Side:
 class Meter(Clock):
     """Times steps after a warm-up, then counts host synchronisations in further steps."""
 
-    def __init__(self, device: str, *, steps: int) -> None:
-        super().__init__(device, warm_up=WARM_UP, gated=False)
+    def __init__(self, device: str, *, steps: int, gated: bool) -> None:
+        super().__init__(device, warm_up=WARM_UP, gated=gated)
         self._last_timed, self._ended, self._device = WARM_UP + steps, 0, device
         self._recording = contextlib.ExitStack()
         self._places: Counter[str] = Counter()
@@ -287,7 +287,8 @@ def work(task: dict[str, Any]) -> None:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(size.config, dtype=torch.float32).train()
     model.config.use_cache = False
-    batches, meter = torch.load(task["batches"]), Meter(device, steps=task["steps"])
+    batches = torch.load(task["batches"])
+    meter = Meter(device, steps=task["steps"], gated=task["gated"])
     policy = "fp32" if device == "cpu" else POLICY
     if side.trainer in ("Trainer", "TRL"):
         train_with_trainer(side, model, batches, meter, policy, size=size)

@@ -1,7 +1,7 @@
 """Time per optimizer step of the plug-ins, against our own loop and against the plain trainers.
 
 Run: python benchmarks/plugins.py [--models NAME,…] [--sides NAME;…] [--steps N] [--json PATH]
-                                  [--small]
+                                  [--together N] [--small]
 
 Lightning, the transformers Trainer, TRL's SFTTrainer and accelerate train three language models
 with random weights, with the plug-in and plain. The own loop calls `nc.prepare` and `run.step`. All
@@ -19,7 +19,8 @@ Plug-ins cannot run graphed steps, so the graphed own loop is shown but does not
 
 Seconds are the median step by device events. The peak is the most memory that was allocated.
 `waits` are host synchronisations per step, which torch reports in its sync debug mode. They are
-counted in further steps after the timed ones. Waits for CUDA events are not reported.
+counted in further steps after the timed ones. Waits for CUDA events are not reported. `--together`
+lets processes warm up side by side. They are still timed one after the other.
 
 `--small` trains tiny models, also on a CPU. There all sides run in fp32, the peak is that of the
 process, and the times say nothing about the bars. `--sides` selects by the beginnings of names.
@@ -28,11 +29,10 @@ Exits with status 1 if a side fails or, on a GPU, if a bar is missed.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,11 @@ from plugin_sides import (
     Side,
 )
 from sft_contenders.peers import package_version
+from sft_contenders.processes import measure_in_turn
 
 OF_OWN_LOOP, OF_PLAIN = 0.90, 1.15
 """The bars: smallest speed of a plug-in, relative to the own loop and to the plain trainer."""
 SMALL = ("tiny-llama", "tiny-qwen3")
-TIMEOUT_SECONDS = 900
 IGNORED = -100
 
 
@@ -80,29 +80,25 @@ def make_batches(size: Model, steps: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def measure(side: Side, task: dict[str, Any]) -> dict[str, Any]:
-    """Run one side in its own process; return what it measured, or why there is nothing."""
-    row: dict[str, Any] = {"model": task["model"], "side": side.name}
-    if (reason := side.skip_reason(task["device"])) is not None:
-        return {**row, "skipped": reason}
-    script = Path(__file__).with_name("plugin_sides.py")
-    command = [sys.executable, str(script), json.dumps({**task, "side": asdict(side)})]
-    quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    try:
-        ended = subprocess.run(
-            command,
-            env={**os.environ, **quiet},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {**row, "failed": f"not finished after {TIMEOUT_SECONDS} s"}
-    if ended.returncode:
-        errors = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
-        return {**row, "failed": (errors or ["no message"])[-1][:300], "errors": errors[-20:]}
-    return {**row, **json.loads(ended.stdout.splitlines()[-1])}
+def measure(
+    sides: list[Side], task: dict[str, Any], folder: Path, *, together: int
+) -> list[dict[str, Any]]:
+    """Run each side in its own process; return what it measured, or why there is nothing."""
+    skipped = {side.name: side.skip_reason(task["device"]) for side in sides}
+    script = str(Path(__file__).with_name("plugin_sides.py"))
+
+    def command(side: Side, wait: bool) -> list[str]:
+        return [sys.executable, script, json.dumps({**task, "side": asdict(side), "gated": wait})]
+
+    def ended(name: str, row: dict[str, Any]) -> None:
+        print(f"- {name}: {row.get('failed') or format(row['seconds'], '.4f') + ' s'}", flush=True)
+
+    commands = {side.name: partial(command, side) for side in sides if not skipped[side.name]}
+    found = measure_in_turn(commands, folder, together=together, ended=ended)
+    return [
+        {"model": task["model"], "side": name} | (found.get(name) or {"skipped": reason})
+        for name, reason in skipped.items()
+    ]
 
 
 def compare(sides: list[Side], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -179,6 +175,7 @@ def main() -> None:
     parser.add_argument("--models", help=f"of {', '.join(MODELS)}, joined with commas")
     parser.add_argument("--sides", default="", help="such as 'own loop;TRL', with semicolons")
     parser.add_argument("--steps", type=int, default=20, help="that are timed")
+    parser.add_argument("--together", type=int, default=1, help="processes that warm up at once")
     parser.add_argument("--small", action="store_true", help="tiny models, also without a GPU")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
@@ -209,7 +206,7 @@ def main() -> None:
             file = Path(folder) / "batches.pt"
             torch.save(make_batches(size, WARM_UP + options.steps + counted), file)
             task = {"model": name, "device": device, "steps": options.steps, "batches": str(file)}
-            rows = [measure(side, task) for side in sides]
+            rows = measure(sides, task, Path(folder), together=options.together)
         bars = compare(sides, rows)
         print_tables(rows, bars)
         figures["rows"] += rows

@@ -24,15 +24,11 @@ two layers, fp32 for narrowcast and no Liger kernels, which need a GPU.
 
 import argparse
 import json
-import os
-import queue
-import subprocess
 import sys
 import tempfile
-import threading
-import time
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -41,6 +37,7 @@ from narrowcast.runs import describe_machine
 from sft_contenders.clock import Clock
 from sft_contenders.ours import OURS, run_ours
 from sft_contenders.peers import TRAINER, TRL, package_version, run_trainer, run_trl
+from sft_contenders.processes import measure_in_turn
 from sft_contenders.settings import SHAPES, packed_rows
 
 FASTER_THAN_TRL, FASTER_THAN_TRAINER = 1.15, 1.3
@@ -52,7 +49,6 @@ USUAL = [
     "narrowcast", "narrowcast, fp8", "narrowcast, base e4m3", "narrowcast, base e4m3, fp8 products",
 ]  # fmt: skip
 KEEPS_BORDERS = ("narrowcast", "trl, flex", "trl, sdpa")
-PATIENCE_SECONDS = 240
 
 
 def work(options: argparse.Namespace) -> None:
@@ -71,99 +67,16 @@ def work(options: argparse.Namespace) -> None:
     print(json.dumps({**told, **clock.result()}), flush=True)
 
 
-class Contender:
-    """A process that warms up, waits, and measures when it is told to."""
-
-    def __init__(self, name: str, words: dict[str, Any], folder: Path, *, gated: bool) -> None:
-        self.name = name
-        self._errors = (folder / "errors").open("w+")
-        command = [sys.executable, str(Path(__file__)), "--work", name, *(["--gated"] * gated)]
-        for key, value in words.items():
-            command += [f"--{key.replace('_', '-')}", str(value)]
-        quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            env={**os.environ, **quiet},
-        )  # fmt: skip
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        assert self._process.stdout is not None
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
-        self._deadline = time.monotonic() + PATIENCE_SECONDS
-        self._last = ""
-
-    def ready(self) -> bool:
-        """Wait until it is warm; say whether it is."""
-        return self._until("ready")
-
-    def go(self) -> None:
-        assert self._process.stdin is not None
-        self._deadline = time.monotonic() + PATIENCE_SECONDS
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-
-    def result(self) -> dict[str, Any]:
-        """Wait for its end; return what it measured, or why there is nothing."""
-        self._until(None)
-        late = self._process.poll() is None and time.monotonic() > self._deadline
-        if late:
-            self._process.kill()
-        code = self._process.wait()
-        self._errors.seek(0)
-        errors = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
-        self._errors.close()
-        if code == 0 and self._last.startswith("{"):
-            told: dict[str, Any] = json.loads(self._last)
-            return told
-        why = f"no end after {PATIENCE_SECONDS} s" if late else (errors or ["no word"])[-1]
-        return {"failed": why[:300], "errors": errors[-12:]}
-
-    def _read(self, stream: TextIO) -> None:
-        for line in stream:
-            self._lines.put(line.strip())
-        self._lines.put(None)
-
-    def _until(self, word: str | None) -> bool:
-        while True:
-            try:
-                line = self._lines.get(timeout=max(self._deadline - time.monotonic(), 0.01))
-            except queue.Empty:
-                return False
-            if line is None:
-                self._lines.put(None)
-                return word is None
-            if line == word:
-                return True
-            self._last = line
+def command_of(name: str, settings: dict[str, Any], wait: bool) -> list[str]:
+    command = [sys.executable, __file__, "--work", name, *(["--gated"] * wait)]
+    for key, value in settings.items():
+        command += [f"--{key.replace('_', '-')}", str(value)]
+    return command
 
 
-def measured(
-    names: list[str], words: dict[str, Any], folder: Path, *, together: int
-) -> dict[str, dict[str, Any]]:
-    """Let contenders warm up side by side, and measure one after the other."""
-    found: dict[str, dict[str, Any]] = {}
-    for first in range(0, len(names), together):
-        wave = []
-        for place, name in enumerate(names[first : first + together]):
-            room = folder / f"{first + place}"
-            room.mkdir()
-            wave.append(Contender(name, words, room, gated=True))
-        warm = {each.name: each.ready() for each in wave}
-        for each in wave:
-            if warm[each.name]:
-                each.go()
-            found[each.name] = each.result()
-            print(f"  {each.name}: {told_in_short(found[each.name])}", flush=True)
-    crowded = [n for n, told in found.items() if "out of memory" in str(told.get("errors"))]
-    for name in crowded if together > 1 else []:
-        room = folder / f"alone-{names.index(name)}"
-        room.mkdir()
-        found[name] = Contender(name, words, room, gated=False).result()
-        print(f"  {name}, alone: {told_in_short(found[name])}", flush=True)
-    return found
-
-
-def told_in_short(told: dict[str, Any]) -> str:
-    return told["failed"] if "failed" in told else f"{told['ms']:.1f} ms, loss {told['loss']:.4f}"
+def print_short(name: str, row: dict[str, Any]) -> None:
+    measured = row.get("failed") or f"{row['ms']:.1f} ms, loss {row['loss']:.4f}"
+    print(f"  {name}: {measured}", flush=True)
 
 
 def compared(rows: list[dict[str, Any]]) -> None:
@@ -244,7 +157,10 @@ def main() -> None:
                 torch.save(packed_rows(shape, options.warm_up + options.steps), file)
                 words = {"model": model, "tune": tune, "rows": file, "device": options.device}
                 words |= {"steps": options.steps, "warm_up": options.warm_up}
-                found = measured(here, words, Path(folder), together=options.together)
+                commands = {name: partial(command_of, name, words) for name in here}
+                found = measure_in_turn(
+                    commands, Path(folder), together=options.together, ended=print_short
+                )
             shown = {"model": model, "tune": tune, "tokens": shape.tokens}
             part = [{**shown, "contender": name, **told} for name, told in found.items()]
             compared(part)
