@@ -25,7 +25,6 @@ from narrowcast.precision.weights.ownership import check_not_prepared
 
 def check_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise if the model or the optimizer cannot be prepared."""
-    _check_types(model, optimizer)
     check_not_monitored(model, doing="prepare()")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
@@ -85,7 +84,7 @@ def check_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer
     _check_common_weights(model, optimizer)
 
 
-def _check_types(model: object, optimizer: object) -> None:
+def check_types(model: object, optimizer: object) -> None:
     """Raise if the arguments of `prepare` are not a model and an optimizer."""
     if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
         raise ConfigError(

@@ -29,6 +29,7 @@ from narrowcast.precision.step.checks import (
     check_loss,
     check_model_and_optimizer,
     check_settings,
+    check_types,
 )
 from narrowcast.precision.step.engine import Engine, dropped_on_failure, give_back_gradients
 from narrowcast.precision.step.outcome import Outcome
@@ -497,8 +498,10 @@ def prepare(
             outcome = run.step(loss)
         ```
     """
-    gathered = reshard(model)
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    for each in optimizers:
+        check_types(model, each)
+    gathered = reshard(model)
     for each in optimizers:
         check_not_gathered(gathered, each)
         check_model_and_optimizer(model, each)
