@@ -1,10 +1,13 @@
 """Copies between host and device that go on beside the computation."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import final
 
 import torch
 from torch import Tensor
+
+KEPT_FREE = 0.05
+"""Share of a GPU's memory that copies on it leave free."""
 
 Mark = torch.cuda.Event | None
 """A place in a queue, to be waited for by another; none without a GPU, where nothing waits."""
@@ -58,6 +61,73 @@ def on_host(tensor: Tensor) -> Tensor:
     """Return an empty tensor like another in the host's memory, pinned if there is a GPU."""
     pinned = torch.cuda.is_available()
     return torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+
+
+def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors on the host, contiguous and none with the memory of another.
+
+    Those that are there already are not copied. Synchronises.
+    """
+    results, storages = dict[str, Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().data_ptr() in storages:
+            own = own.clone()
+        storages.add(own.untyped_storage().data_ptr())
+        results[name] = own
+    return results
+
+
+@final
+class HostCopies:
+    """Tensors as they are now, on the host once `wait` returns; they may change afterwards.
+
+    On a GPU with room for a second copy the host goes on in milliseconds. Otherwise it waits here
+    until they are on the host.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._host: dict[str, Tensor] = {}
+        self._pending: list[tuple[torch.device, dict[str, Tensor], Mark]] = []
+        by_device: dict[torch.device, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            by_device.setdefault(tensor.device, {})[name] = tensor.detach()
+        for device, held in by_device.items():
+            if device.type == "cuda":
+                fit = _have_room(held.values(), device)
+                copies = (
+                    {n: t.clone(memory_format=torch.contiguous_format) for n, t in held.items()}
+                    if fit
+                    else held
+                )
+                self._pending.append((device, copies, mark_now(device)))
+                if not fit:
+                    self.wait()
+            else:
+                for name, tensor in held.items():
+                    copy = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+                    self._host[name] = copy
+
+    def wait(self) -> dict[str, Tensor]:
+        """Return them on the host, contiguous. Any thread may call it, without waiting for more."""
+        while self._pending:
+            device, copies, mark = self._pending.pop()
+            host = {
+                name: torch.empty(copy.shape, dtype=copy.dtype, pin_memory=True)
+                for name, copy in copies.items()
+            }
+            done = Lane(device).copy(
+                ((host[name], copy) for name, copy in copies.items()), after=[mark]
+            )
+            assert done is not None
+            done.synchronize()
+            self._host |= host
+        return self._host
+
+
+def _have_room(tensors: Iterable[Tensor], device: torch.device) -> bool:
+    free, total = torch.cuda.mem_get_info(device)
+    return sum(each.nbytes for each in tensors) <= free - KEPT_FREE * total
 
 
 @final

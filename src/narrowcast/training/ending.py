@@ -17,6 +17,7 @@ from torch import Tensor
 from narrowcast.config.common_sections import EvalSection
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import CheckpointError
+from narrowcast.hardware.transfers import to_host
 from narrowcast.plain_files import open_plain
 from narrowcast.precision.nested import map_tensors
 from narrowcast.precision.step.prepared import Prepared
@@ -139,7 +140,8 @@ def _weights_path(folder: Path, step: int) -> Path:
 
 def _write(file: Path, state: dict[str, Any]) -> str:
     """Write a file atomically, and return its digest."""
-    tree, tensors = flatten(state)
+    tree, held = flatten(state)
+    tensors = to_host(held)
     with written_atomically(file, hint="the last checkpoint is unchanged") as extra:
         file.parent.mkdir(parents=True, exist_ok=True)
         # One entry: of several, safetensors writes whichever first, and bytes would differ.

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from narrowcast.errors import CheckpointError
+from narrowcast.hardware.transfers import HostCopies
 from narrowcast.runs.records import CheckpointRecord, StepRecord
 from narrowcast.training.checkpoints.checkpoint import checkpoints, load_checkpoint
 from narrowcast.training.checkpoints.tree import flatten
@@ -65,6 +66,8 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(ready, tmp_path):
 def test_what_is_copied_shares_no_memory_with_the_state():
     weight = torch.zeros(4)
     state = {"weight": weight, "part": weight[1:3]}
-    _, kept = flatten(state, copied=True)
+    copies = HostCopies(flatten(state)[1])
     weight.fill_(1)
+    kept = copies.wait()
+    assert list(kept) == ["weight", "part"]
     assert all(not each.any() for each in kept.values())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from narrowcast.errors import CheckpointError
+from narrowcast.hardware.transfers import HostCopies, to_host
 from narrowcast.plain_files import read_plain
 from narrowcast.runs.records import CheckpointRecord
 from narrowcast.runs.writing import remove, remove_leftovers, write_text, written_atomically
@@ -33,19 +35,21 @@ STATE = "state.json"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
-    """The state of a run at one step, on the host and ready to write."""
+    """The state of a run at one step, which a thread may write."""
 
     step: int
     tree: Any
-    tensors: dict[str, Tensor]
+    tensors: Callable[[], dict[str, Tensor]]
+    """Waits for the tensors to be on the host, and returns them."""
     seconds: float
     """Seconds that training waited for it."""
 
 
 def take_snapshot(step: int, *, state: dict[str, Any], copied: bool = False) -> Snapshot:
-    """Copy `state` to the host; with `copied`, training may continue while it is written."""
+    """Take what is to be written; with `copied`, training may continue meanwhile."""
     began = time.perf_counter()
-    tree, tensors = flatten(state, copied=copied)
+    tree, held = flatten(state)
+    tensors = HostCopies(held).wait if copied else partial(to_host, held)
     seconds = time.perf_counter() - began
     return Snapshot(step=step, tree=tree, tensors=tensors, seconds=seconds)
 
@@ -64,7 +68,7 @@ def write_snapshot(
 ) -> CheckpointRecord:
     """Write a checkpoint, then remove all but it and the `keep` newest up to `good_until`."""
     began = time.perf_counter()
-    step, tensors = taken.step, taken.tensors
+    step, tensors = taken.step, taken.tensors()
     path = checkpoint_path(folder, step)
     last = latest(folder)
     hint = f"{last} is unchanged, resume from it" if last else "there is no earlier checkpoint"

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from os import getpid
 from pathlib import Path
 from typing import Any, final
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from narrowcast.errors import CheckpointError, UnsupportedError
-from narrowcast.hardware.transfers import on_host
+from narrowcast.hardware.transfers import HostCopies, to_host
 from narrowcast.kernels.adamw.twin import BLOCK, decode, encode
 from narrowcast.kernels.launch import PLAIN
 from narrowcast.plain_files import read_plain
@@ -86,9 +87,10 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedSnapshot:
-    """This rank's part of a checkpoint on the host, and what the index says of all of it."""
+    """This rank's part of a checkpoint, and what the index says of all of it."""
 
-    tensors: dict[str, Tensor]
+    tensors: Callable[[], dict[str, Tensor]]
+    """Waits for the tensors to be on the host, and returns them."""
     chunks: dict[str, dict[str, Any]]
     """What the index says of each part that this rank writes."""
     index: dict[str, Any]
@@ -97,7 +99,7 @@ class ShardedSnapshot:
 def take_sharded_snapshot(
     state: dict[str, Any], ranks: CheckpointRanks, *, copied: bool = False
 ) -> ShardedSnapshot:
-    """Copy this rank's part of `state` to the host. Synchronises, and runs collectives.
+    """Take this rank's part of `state`. Runs collectives.
 
     With `copied`, training may continue while it is written.
     """
@@ -272,28 +274,8 @@ def _snapshot(
             if scale is not None:
                 mine[name + SCALE] = local_part(scale)
                 chunks[name]["strides"] = list(local.stride())
-    host = _on_host(mine, copied=copied)
-    return ShardedSnapshot(tensors=host, chunks=chunks, index={**index, "tensors": kinds})
-
-
-def _on_host(tensors: dict[str, Tensor], *, copied: bool) -> dict[str, Tensor]:
-    """Return the tensors on the host, contiguous and each with its own memory. Synchronises."""
-    results, storages, devices = dict[str, Tensor](), set[int](), set[torch.device]()
-    for name, tensor in tensors.items():
-        if tensor.device.type == "cpu":
-            own = tensor.contiguous()
-            storage = own.untyped_storage().data_ptr()
-            if storage in storages or (copied and own.data_ptr() == tensor.data_ptr()):
-                own = own.clone()
-        else:
-            own = on_host(tensor.contiguous())
-            own.copy_(tensor, non_blocking=True)
-            devices.add(tensor.device)
-        storages.add(own.untyped_storage().data_ptr())
-        results[name] = own
-    for device in devices:
-        torch.accelerator.synchronize(device)
-    return results
+    tensors = HostCopies(mine).wait if copied else partial(to_host, mine)
+    return ShardedSnapshot(tensors=tensors, chunks=chunks, index={**index, "tensors": kinds})
 
 
 def _patches(first: Any, own: Any, path: tuple[Any, ...] = ()) -> list[list[Any]]:
@@ -341,14 +323,15 @@ def _begin(folder: Path, path: Path) -> None:
 
 def _write_file(taken: ShardedSnapshot, folder: Path, rank: int) -> dict[str, Any]:
     """Write this rank's file, and return what the index says of it."""
-    if not taken.tensors:
+    tensors = taken.tensors()
+    if not tensors:
         return {"bytes": 0, "chunks": {}}
     file = folder / _file(rank)
     with _writing(file), ThreadPoolExecutor(thread_name_prefix="checksum") as threads:
-        matched = threads.map(_checksum, taken.tensors.values())
+        matched = threads.map(_checksum, tensors.values())
         folder.mkdir(exist_ok=True)  # network file systems show it late
-        write_tensors(file, taken.tensors, metadata={"rank": str(rank)})
-        sums = dict(zip(taken.tensors, matched, strict=True))
+        write_tensors(file, tensors, metadata={"rank": str(rank)})
+        sums = dict(zip(tensors, matched, strict=True))
     chunks = {
         name: {
             **chunk,

@@ -22,13 +22,12 @@ GetName = Callable[[Tensor, tuple[object, ...]], str]
 """Returns a name for the tensor at a path in a state."""
 
 
-def flatten(state: Any, *, copied: bool = False) -> tuple[Any, dict[str, Tensor]]:
-    """Return `state` with names in place of tensors, and the tensors by name, on the CPU.
+def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return `state` with names in place of tensors, and the tensors by name, where they are.
 
-    Tensors that share memory are stored once. With `copied`, no tensor is that of the state, which
-    may then change. Synchronises.
+    Tensors of the same memory and shape are there once.
     """
-    stored = _SavedTensors(copied=copied)
+    stored = _SavedTensors()
     return flatten_named(state, stored.unique_name), stored.tensors
 
 
@@ -67,24 +66,16 @@ def joined_name(path: tuple[object, ...], taken: Container[str]) -> str:
 class _SavedTensors:
     """The tensors so far, each memory once and under its own name."""
 
-    def __init__(self, *, copied: bool) -> None:
-        self._copied = copied
+    def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[object, ...], str] = {}
-        self._storages: set[int] = set()
 
     def unique_name(self, tensor: Tensor, path: tuple[object, ...]) -> str:
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and memory in self._names:
             return self._names[memory]
         name = joined_name(path, self.tensors)
-        copy = tensor.detach().cpu().contiguous()
-        storage = copy.untyped_storage().data_ptr()
-        own = not self._copied or storage != tensor.untyped_storage().data_ptr()
-        if storage in self._storages or not own:  # part of the same memory: a file has no views
-            copy = copy.clone()
-        self._storages.add(storage)
-        self.tensors[name] = copy
+        self.tensors[name] = tensor.detach()
         self._names[memory] = name
         return name
 

@@ -1,0 +1,276 @@
+"""What FSDP2 costs on one GPU, whether two ranks agree with one, and how long a checkpoint blocks.
+
+Run: python benchmarks/sharded_gpu.py [--parts agreement,overhead,checkpoint] [--json PATH]
+                                      [--small]
+
+- overhead: GPT-350M with `nc.fully_shard` in an NCCL group of one rank, against the same model
+  without it. bf16 with split master weights, clipping at 1, eager and with compiled blocks. Both
+  models are in one process and take turns; seconds are medians by device events. `waits` are host
+  synchronisations per step in torch's sync debug mode. Torch's own FSDP2 with bf16 and fp32 weights
+  is beside it, against bf16 autocast.
+- agreement: two ranks share the GPU, through gloo, and each trains on half of every batch. One
+  process trains on all of it. NCCL refuses two ranks on one GPU.
+- checkpoint: how long `save_checkpoint` of the sharded model keeps the loop, in the background and
+  not, and the longest step while the thread writes.
+
+The bars: at most 1.03 times the step without sharding, no host synchronisation, losses that agree
+to 1e-4 in fp32 and 2e-2 in 16 and 8 bits, and background saves that block at most 50 ms. Exits
+with 1 if one is missed. `--small` takes a tiny model, also on a CPU, where the times are no bars.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import narrowcast as nc
+from narrowcast.bench.timing import step_seconds, synchronize
+from narrowcast.runs import describe_machine
+from narrowcast.workloads.lm.model import build_gpt
+from narrowcast.workloads.lm.settings import LmModel
+
+POLICY = "bf16, params=bf16, master=split"
+VOCAB = 50304
+LARGEST_RATIO, LONGEST_BLOCK_MS = 1.03, 50.0
+AGREE = {"fp32": 1e-4, "bf16": 2e-2, POLICY: 2e-2, "fp8-delayed": 2e-2}
+"""Policies that two ranks train with, and how far their losses may be from one process's."""
+ROUNDS, STEPS, WARM_UP, COUNTED = 5, 10, 8, 3
+Row = dict[str, Any]
+
+
+class Trained:
+    """A GPT that learns one batch of random tokens."""
+
+    def __init__(self, *, layers: int, width: int, rows: int, length: int, device: str) -> None:
+        settings = LmModel(layers=layers, width=width, heads=max(width // 64, 1))
+        where = torch.device(device)
+        self.model = build_gpt(settings, vocab=VOCAB, length=length, seed=0, device=where)
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(VOCAB, (rows, length + 1), generator=generator).to(device)
+        self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self.run: nc.Prepared | None = None
+
+    def prepare(self, *, policy: str = POLICY, sharded: bool, compiled: bool = False) -> None:
+        execution = "compiled" if compiled else None
+        if sharded:
+            nc.fully_shard(self.model, policy=policy)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.run = nc.prepare(
+            self.model, optimizer, policy=policy, clip_norm=1.0, execution=execution
+        )
+        self._compile_blocks(compiled)
+
+    def prepare_torch(self, *, sharded: bool, compiled: bool) -> None:
+        """Train with torch alone, with bf16 products and fp32 weights."""
+        if sharded:
+            formats = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for block in self.model.blocks:  # type: ignore[union-attr]
+                fully_shard(block, mp_policy=formats)
+            fully_shard(self.model, mp_policy=formats)
+        fused = self.batch[0].is_cuda
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
+        self._compile_blocks(compiled)
+
+    def step(self) -> Tensor:
+        if self.run is None:
+            return self._torch_step()
+        with self.run.autocast():
+            loss: Tensor = self.model(*self.batch)
+        self.run.step(loss)
+        return loss.detach()
+
+    def _torch_step(self) -> Tensor:
+        with torch.autocast(self.batch[0].device.type, torch.bfloat16):
+            loss: Tensor = self.model(*self.batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+    def _compile_blocks(self, compiled: bool) -> None:
+        for block in self.model.blocks if compiled else ():  # type: ignore[union-attr]
+            block.compile()
+
+
+def in_turns(cases: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Return the median seconds of a step of each case, which take turns."""
+    for step in cases.values():
+        step_seconds(step, WARM_UP, device=device)
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(ROUNDS):
+        for name, step in cases.items():
+            seconds[name] += step_seconds(step, STEPS, device=device)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def count_waits(step: Callable[[], object]) -> float:
+    """Return how often a step makes the host wait for the GPU, by torch's sync debug mode."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(COUNTED):
+                step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [each for each in caught if "synchronizing CUDA" in str(each.message)]
+    for each in waits[:5]:
+        print(f"  waits at {each.filename}:{each.lineno}")
+    return len(waits) / COUNTED
+
+
+def measure_overhead(sizes: dict[str, Any], device: torch.device) -> list[Row]:
+    rows: list[Row] = []
+    for compiled in (False, True):
+        cases: dict[str, Trained] = {}
+        for name in ("ours", "ours, sharded", "torch", "torch, sharded"):
+            cases[name] = trained = Trained(**sizes)
+            sharded = name.endswith("sharded")
+            if name.startswith("ours"):
+                trained.prepare(sharded=sharded, compiled=compiled)
+            else:
+                trained.prepare_torch(sharded=sharded, compiled=compiled)
+        seconds = in_turns({name: each.step for name, each in cases.items()}, device)
+        for name, trained in cases.items():
+            plain = seconds[name.removesuffix(", sharded")]
+            row: Row = {"step": name, "blocks": "compiled" if compiled else "eager"}
+            row |= {"ms": 1e3 * seconds[name], "ratio": seconds[name] / plain}
+            if device.type == "cuda":
+                row["waits"] = count_waits(trained.step)
+            row["passes"] = name != "ours, sharded" or (
+                device.type == "cpu" or (row["ratio"] <= LARGEST_RATIO and not row["waits"])
+            )
+            add(rows, row)
+        del cases
+    return rows
+
+
+def losses_of(sizes: dict[str, Any], policy: str, *, rank: int | None) -> list[float]:
+    """Return the losses of a few steps, of one process or of one of two ranks."""
+    trained = Trained(**sizes)
+    if rank is not None:
+        first, second = (part.chunk(2)[rank].contiguous() for part in trained.batch)
+        trained.batch = first, second
+    trained.prepare(policy=policy, sharded=rank is not None)
+    return torch.stack([trained.step() for _ in range(STEPS)]).tolist()
+
+
+def be_rank(rank: int, folder: str, sizes: dict[str, Any]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = {policy: losses_of(sizes, policy, rank=rank) for policy in AGREE}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def measure_agreement(sizes: dict[str, Any]) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(be_rank, args=(folder, sizes), nprocs=2)
+        both = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
+    rows: list[Row] = []
+    for policy, bar in AGREE.items():
+        one = losses_of(sizes, policy, rank=None)
+        means = [sum(each) / 2 for each in zip(*(found[policy] for found in both), strict=True)]
+        worst = max(abs(a - b) for a, b in zip(one, means, strict=True))
+        row = {"policy": policy, "first_loss": one[0], "last_loss": one[-1], "largest_gap": worst}
+        row |= {"bar": bar, "passes": worst <= bar and one[-1] < one[0]}
+        add(rows, row)
+    return rows
+
+
+def measure_checkpoint(sizes: dict[str, Any], device: torch.device) -> list[Row]:
+    trained = Trained(**sizes)
+    trained.prepare(sharded=True)
+    usual = in_turns({"step": trained.step}, device)["step"]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, background in enumerate((True, True, True, False)):
+            synchronize(device)
+            began = time.perf_counter()
+            saving = nc.save_checkpoint(
+                trained.run, Path(folder, "checkpoint"), background=background
+            )
+            blocked = time.perf_counter() - began
+            slowest = 0.0
+            while background and not saving.done:
+                slowest = max(slowest, *step_seconds(trained.step, 3, device=device))
+            size = saving.wait()
+            row: Row = {"save": number + 1, "background": background, "bytes": size}
+            row |= {"blocked_ms": 1e3 * blocked, "total_ms": 1e3 * (time.perf_counter() - began)}
+            row |= {"usual_step_ms": 1e3 * usual, "slowest_step_ms": 1e3 * slowest}
+            row["passes"] = not background or 1e3 * blocked <= LONGEST_BLOCK_MS
+            add(rows, row)
+    return rows
+
+
+def main() -> int:
+    """Measure the parts, print their tables, and write JSON if requested."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", default="agreement,overhead,checkpoint")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not options.small:
+        raise SystemExit("These bars need a GPU. Write --small to try the script on a CPU.")
+    where = {"device": device.type}
+    tiny = {"layers": 2, "width": 64, "rows": 4, "length": 32, **where}
+    whole = (
+        tiny
+        if options.small
+        else {"layers": 24, "width": 1024, "rows": 16, "length": 1024, **where}
+    )
+    part = tiny if options.small else {"layers": 4, "width": 512, "rows": 8, "length": 512, **where}
+    figures: dict[str, Any] = {"environment": describe_machine(), "policy": POLICY, "sizes": whole}
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "agreement": lambda: measure_agreement(part),
+        "overhead": lambda: measure_overhead(whole, device),
+        "checkpoint": lambda: measure_checkpoint(whole, device),
+    }
+    passes = True
+    for name in options.parts.split(","):
+        print(f"\n{name}\n", flush=True)
+        try:
+            figures[name] = parts[name]()
+        except RuntimeError:
+            figures[name] = [{"passes": False, "error": traceback.format_exc()}]
+            print(figures[name][0]["error"])
+        passes = passes and all(row["passes"] for row in figures[name])
+        write(figures, options.json)
+    dist.destroy_process_group()
+    return 0 if passes else 1
+
+
+def add(rows: list[Row], row: Row) -> None:
+    """Add a row to a table, and print it."""
+    if not rows:
+        print("|", " | ".join(row), "|")
+        print("|---" * len(row) + "|")
+    cells = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values())
+    print("|", " | ".join(cells), "|", flush=True)
+    rows.append(row)
+
+
+def write(figures: dict[str, Any], path: Path | None) -> None:
+    """Write what is measured so far."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
