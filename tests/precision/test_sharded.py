@@ -17,7 +17,8 @@ def mesh(tmp_path_factory):
     from torch.distributed.device_mesh import init_device_mesh
 
     where = tmp_path_factory.mktemp("rendezvous") / "file"
-    distributed.init_process_group("gloo", init_method=f"file://{where}", rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    distributed.init_process_group(backend, init_method=f"file://{where}", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
 
@@ -58,6 +59,23 @@ def test_weights_on_a_mesh_of_one_train_as_plain_ones(mesh, policy, fused):
         train(run)
     ours, plain = (run.fp32_state_dict() for run in runs)
     assert all(torch.equal(ours[name].full_tensor(), plain[name]) for name in plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "bf16, params=bf16, master=split"])
+def test_sharded_weights_on_a_gpu_train_as_plain_ones(mesh, policy):
+    plain, whole = network().cuda(), network().cuda()
+    nc.fully_shard(whole, policy=policy)
+    runs = [prepared(model, policy, clip_norm=1.0) for model in (whole, plain)]
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).cuda()
+    for run in runs:
+        for _ in range(3):
+            with run.autocast():
+                loss = run.model(x).square().mean()
+            assert run.step(loss).applied
+    ours, expected = (run.fp32_state_dict() for run in runs)
+    for name, weight in expected.items():
+        torch.testing.assert_close(ours[name].full_tensor(), weight, rtol=1e-5, atol=1e-6)
 
 
 def test_sharded_parameter_of_ones_own_trains(mesh):
