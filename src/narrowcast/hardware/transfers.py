@@ -9,6 +9,10 @@ from torch import Tensor
 KEPT_FREE = 0.05
 """Share of a GPU's memory that copies on it leave free."""
 
+CHUNK = 2**25
+"""Bytes that are copied to the host at a time, for a checkpoint."""
+ALIGNMENT = 64
+
 Mark = torch.cuda.Event | None
 """A place in a queue, to be waited for by another; none without a GPU, where nothing waits."""
 
@@ -88,46 +92,75 @@ class HostCopies:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._host: dict[str, Tensor] = {}
-        self._pending: list[tuple[torch.device, dict[str, Tensor], Mark]] = []
+        self._pending: list[_DeviceCopy] = []
         by_device: dict[torch.device, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             by_device.setdefault(tensor.device, {})[name] = tensor.detach()
         for device, held in by_device.items():
-            if device.type == "cuda":
-                fit = _have_room(held.values(), device)
-                copies = (
-                    {n: t.clone(memory_format=torch.contiguous_format) for n, t in held.items()}
-                    if fit
-                    else held
-                )
-                self._pending.append((device, copies, mark_now(device)))
-                if not fit:
-                    self.wait()
+            if device.type == "cpu":
+                self._host |= {name: each.contiguous().clone() for name, each in held.items()}
+            elif device.type == "cuda" and (copy := _DeviceCopy.of(held, device)) is not None:
+                self._pending.append(copy)
             else:
-                for name, tensor in held.items():
-                    copy = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-                    self._host[name] = copy
+                self._host |= to_host(held)
 
     def wait(self) -> dict[str, Tensor]:
-        """Return them on the host, contiguous. Any thread may call it, without waiting for more."""
+        """Return them on the host, contiguous. Any thread may call it."""
         while self._pending:
-            device, copies, mark = self._pending.pop()
-            host = {
-                name: torch.empty(copy.shape, dtype=copy.dtype, pin_memory=True)
-                for name, copy in copies.items()
-            }
-            done = Lane(device).copy(
-                ((host[name], copy) for name, copy in copies.items()), after=[mark]
-            )
-            assert done is not None
-            done.synchronize()
-            self._host |= host
+            self._host |= self._pending.pop().on_host()
         return self._host
 
 
-def _have_room(tensors: Iterable[Tensor], device: torch.device) -> bool:
-    free, total = torch.cuda.mem_get_info(device)
-    return sum(each.nbytes for each in tensors) <= free - KEPT_FREE * total
+@final
+class _DeviceCopy:
+    """A copy of tensors in one piece of a GPU's memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], flat: Tensor) -> None:
+        self._flat, self._outline = flat, {n: (t.dtype, t.shape) for n, t in tensors.items()}
+        torch._foreach_copy_(list(self._parts(flat).values()), list(tensors.values()))
+        self._made = mark_now(flat.device)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], device: torch.device) -> "_DeviceCopy | None":
+        """Copy tensors, or return None if there is no room."""
+        free, total = torch.cuda.mem_get_info(device)
+        size = sum(_padded(each.nbytes) for each in tensors.values())
+        if size > free - KEPT_FREE * total:
+            return None
+        try:
+            flat = torch.empty(size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            return None
+        return cls(tensors, flat)
+
+    def on_host(self) -> dict[str, Tensor]:
+        """Return the copies on the host, through a small pinned buffer.
+
+        To pin the whole size would make the GPU wait for seconds.
+        """
+        device, size = self._flat.device, self._flat.numel()
+        host = torch.empty(size, dtype=torch.uint8)
+        pinned = torch.empty(min(CHUNK, size), dtype=torch.uint8, pin_memory=True)
+        lane, after = Lane(device), [self._made]
+        for into, source in zip(host.split(CHUNK), self._flat.split(CHUNK), strict=True):
+            part = pinned[: into.numel()]
+            done = lane.copy([(part, source)], after=after)
+            assert done is not None
+            done.synchronize()
+            into.copy_(part)
+        return self._parts(host)
+
+    def _parts(self, flat: Tensor) -> dict[str, Tensor]:
+        parts, begin = dict[str, Tensor](), 0
+        for name, (dtype, shape) in self._outline.items():
+            size = shape.numel() * dtype.itemsize
+            parts[name] = flat[begin : begin + size].view(dtype).view(shape)
+            begin += _padded(size)
+        return parts
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @final

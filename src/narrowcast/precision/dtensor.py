@@ -45,7 +45,11 @@ def check_sharded(
         )
     taken = set[nn.Parameter]()
     for name, unit in reversed(_modules(model, "FSDPModule")):  # inner modules come last
-        own = {p: n for n, p in unit.named_parameters() if p.requires_grad and p not in taken}
+        own = {
+            p: name
+            for name, p in unit.named_parameters()
+            if p.requires_grad and p not in taken and as_sharded(p) is not None
+        }
         taken |= own.keys()
         stored = {formats.get(p, "fp32"): n for p, n in own.items()}
         if grads_format == "fp32" and set(stored) - {"fp32"}:

@@ -5,7 +5,7 @@ moments and averages to the shards of this rank. DDP comes after it.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import AnyPolicy, policy_from
 from narrowcast.precision.swap import is_swapped
 
+SMALL = 0.01
+"""Largest share of a block's weights that stays whole on every rank."""
+
 
 def fully_shard(
     model: nn.Module,
@@ -31,10 +34,12 @@ def fully_shard(
 ) -> nn.Module:
     """Shard a model over ranks with FSDP2, in the storage formats of a policy.
 
-    Calls `torch.distributed.fsdp.fully_shard` per block. Modules with another storage format in a
-    block, such as fp32 norms among bf16 layers, become a group of their own. Gradients are reduced
-    in the policy's `reduce` format. Scalar weights stay whole on every rank. Build the optimizer
-    and call `prepare` with the same policy afterwards.
+    Calls `torch.distributed.fsdp.fully_shard` per block. Gradients are reduced in the policy's
+    `reduce` format. FSDP2 gathers one storage format at a time, so modules with another one than
+    the rest of their block become a group of their own. If they are small, such as fp32 norms
+    among bf16 layers, they stay whole on every rank instead, with the values of the first rank.
+    So do scalar weights. `Prepared.step` averages their gradients. Build the optimizer and call
+    `prepare` with the same policy afterwards.
 
     Args:
         model: The model, before `prepare`, on its device.
@@ -81,17 +86,21 @@ def fully_shard(
     settings["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=storage_dtype(plan.policy.reduce))
     trained = {p for p in model.parameters() if p.requires_grad}
     formats = weight_formats(model, plan, trained)
-    # torch shards no scalars: every rank holds them, and `step` averages their gradients.
-    ignored = {p for p in model.parameters() if p.dim() == 0}
-    ignored.update(settings.get("ignored_params") or ())
-    settings["ignored_params"] = ignored
+    # torch shards no scalars.
+    whole = {p for p in model.parameters() if p.dim() == 0}
+    settings["ignored_params"] = ignored = {*whole, *(settings.get("ignored_params") or ())}
     taken: set[nn.Module] = set()
     for block in (*_blocks(model, blocks), model):
         inside = [each for each in block.modules() if each not in taken]
         taken.update(inside)
         for others in _other_formats(inside, formats, ignored):
-            shard(others, **settings)
+            if _are_small(others, block):
+                whole.update(p for each in others for p in each.parameters(recurse=False))
+                ignored.update(whole)
+            else:
+                shard(others, **settings)
         shard(block, **settings)
+    _broadcast(whole, settings["mesh"])
     return model
 
 
@@ -163,6 +172,20 @@ def _other_formats(
             sizes[name] += sum(p.numel() for p in own)
     common = max(sizes, key=lambda name: sizes[name], default="")
     yield from (some for name, some in by_format.items() if name != common)
+
+
+def _are_small(modules: Sequence[nn.Module], block: nn.Module) -> bool:
+    """Return whether to gather these weights of a block would cost more than to hold them."""
+    own = [p for each in modules for p in each.parameters(recurse=False)]
+    held = sum(p.numel() for p in block.parameters())
+    return sum(p.numel() for p in own) <= SMALL * held and not any(p.is_meta for p in own)
+
+
+@torch.no_grad()
+def _broadcast(weights: Iterable[nn.Parameter], mesh: Any) -> None:
+    for weight in weights:
+        for group in mesh.get_all_groups() if not weight.is_meta else ():
+            torch.distributed.broadcast(weight, group_src=0, group=group)
 
 
 def _checked_mesh(mesh: Any, model: nn.Module) -> Any:

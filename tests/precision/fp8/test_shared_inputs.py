@@ -298,7 +298,7 @@ def test_a_prepared_model_learns_the_same_with_one_cast_as_with_three(policy, ca
         run, model = prepared(policy, gpu_with_fp8)
         with pytest.MonkeyPatch.context() as patch:
             if not shares:
-                patch.setattr(shared_inputs, "kept_in_force", lambda: None)
+                patch.setattr(shared_inputs, "active_cache", lambda: None)
             for step in range(3):
                 casts.clear()
                 with run.autocast():

@@ -98,15 +98,15 @@ class RankGroup:
     def average_replicated(self, *, dtype: torch.dtype) -> None:
         """Average the gradients of weights that are not sharded, which nothing else reduces."""
         gradients = [w.grad for w in self._replicated if w.grad is not None]
-        if not gradients:
+        if not gradients or self.size == 1:
             return
         flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])
         for group in self._groups:
             torch.distributed.all_reduce(flat, group=group)
         flat.div_(self.size)
         parts = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        pairs = zip(parts, gradients, strict=True)
+        torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in pairs])
 
     @torch.no_grad()
     def mean(self, number: Tensor) -> Tensor:

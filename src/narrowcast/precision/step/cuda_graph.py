@@ -100,7 +100,10 @@ def captured(
     try:
         return StepGraphs(engine, passes, batches)
     except RuntimeError as error:
-        reason = str(_first_cause(error)).partition("\n")[0]
+        cause = _first_cause(error)
+        if isinstance(cause, UnsupportedError):
+            raise cause from None
+        reason = str(cause).partition("\n")[0]
         raise UnsupportedError(
             f"The step cannot be captured as a CUDA graph ({reason}). The model may read a tensor "
             f"on the host, or the graphs may not fit in memory. Write {instead}."
