@@ -21,7 +21,9 @@ from narrowcast.precision.plan.policy import AnyPolicy, policy_from
 from narrowcast.precision.swap import is_swapped
 
 SMALL = 0.01
-"""Largest share of a block's weights that stays whole on every rank."""
+"""Largest share of a group's weights that stays whole on every rank."""
+GROUP = 50_000_000
+"""Weights from which a group is large enough: FSDP2 takes about 2 ms of the host per group."""
 
 
 def fully_shard(
@@ -34,12 +36,15 @@ def fully_shard(
 ) -> nn.Module:
     """Shard a model over ranks with FSDP2, in the storage formats of a policy.
 
-    Calls `torch.distributed.fsdp.fully_shard` per block. Gradients are reduced in the policy's
-    `reduce` format. FSDP2 gathers one storage format at a time, so modules with another one than
-    the rest of their block become a group of their own. If they are small, such as fp32 norms
-    among bf16 layers, they stay whole on every rank instead, with the values of the first rank.
-    So do scalar weights. `Prepared.step` averages their gradients. Build the optimizer and call
-    `prepare` with the same policy afterwards.
+    Calls `torch.distributed.fsdp.fully_shard` per block, or per several small blocks that follow
+    each other. Gradients are reduced in the policy's `reduce` format.
+
+    FSDP2 gathers one storage format at a time. Modules with another format than the rest of their
+    block become a group of their own. If they are small, such as fp32 norms among bf16 layers, they
+    stay whole on every rank instead, with the values of the first rank. So do scalar weights.
+    `Prepared.step` averages their gradients.
+
+    Build the optimizer and call `prepare` with the same policy afterwards.
 
     Args:
         model: The model, before `prepare`, on its device.
@@ -47,7 +52,7 @@ def fully_shard(
             and shards over the second. None: all ranks.
         policy: As in `prepare`.
         blocks: Globs of the modules to shard one by one. Empty: the modules of each list of
-            several modules of one class.
+            several modules of one class, together up to 50 million weights.
         **settings: Further arguments of torch's `fully_shard`, such as `reshard_after_forward`,
             `offload_policy` or `ignored_params`.
 
@@ -67,6 +72,7 @@ def fully_shard(
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as shard
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     if "mp_policy" in settings:
         raise ConfigError(
@@ -89,17 +95,19 @@ def fully_shard(
     # torch shards no scalars.
     whole = {p for p in model.parameters() if p.dim() == 0}
     settings["ignored_params"] = ignored = {*whole, *(settings.get("ignored_params") or ())}
+    # Without it, torch does not finish a group of which a block was left out, as by layer drop.
+    least = GROUP if hasattr(FSDPState, "_force_complete_incomplete_states") else 0
     taken: set[nn.Module] = set()
-    for block in (*_blocks(model, blocks), model):
-        inside = [each for each in block.modules() if each not in taken]
+    for group in (*_groups(model, blocks, least=least), [model]):
+        inside = [each for block in group for each in block.modules() if each not in taken]
         taken.update(inside)
         for others in _other_formats(inside, formats, ignored):
-            if _are_small(others, block):
+            if _are_small(others, group):
                 whole.update(p for each in others for p in each.parameters(recurse=False))
                 ignored.update(whole)
             else:
                 shard(others, **settings)
-        shard(block, **settings)
+        shard(group, **settings)
     _broadcast(whole, settings["mesh"])
     return model
 
@@ -144,10 +152,22 @@ def _reduce_bucket(
     return rounded
 
 
-def _blocks(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
-    names = block_names(model, globs) if globs else [name for name, _ in repeated_blocks(model)]
-    blocks = [model.get_submodule(name) for name in names]
-    return [each for each in blocks if next(each.parameters(), None) is not None]
+def _groups(model: nn.Module, globs: Sequence[str], *, least: int) -> list[list[nn.Module]]:
+    """Return the blocks that FSDP gathers together: `least` weights of one list, or one block."""
+    if globs:
+        return [[model.get_submodule(name)] for name in block_names(model, globs)]
+    groups, last = list[list[nn.Module]](), ""
+    for name, block in repeated_blocks(model):
+        parent = name.rpartition(".")[0]
+        if not groups or parent != last or sum(map(_size, groups[-1])) >= least:
+            groups.append([])
+        groups[-1] += [block] if _size(block) else []
+        last = parent
+    return [group for group in groups if group]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def _other_formats(
@@ -174,10 +194,10 @@ def _other_formats(
     yield from (some for name, some in by_format.items() if name != common)
 
 
-def _are_small(modules: Sequence[nn.Module], block: nn.Module) -> bool:
-    """Return whether to gather these weights of a block would cost more than to hold them."""
+def _are_small(modules: Sequence[nn.Module], group: Sequence[nn.Module]) -> bool:
+    """Return whether to gather these weights of a group would cost more than to hold them."""
     own = [p for each in modules for p in each.parameters(recurse=False)]
-    held = sum(p.numel() for p in block.parameters())
+    held = sum(map(_size, group))
     return sum(p.numel() for p in own) <= SMALL * held and not any(p.is_meta for p in own)
 
 
