@@ -4,8 +4,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from narrowcast.integrations import trl as integration
 from narrowcast.integrations.transformers import TrainerMixin, attach, trainer_precision
 from narrowcast.integrations.trl import use_plan_in_fused_heads
+from narrowcast.precision.fused.chunked_pass import chunked_log_probs as kernel
 from narrowcast.precision.step.prepared import prepare
 
 trl = pytest.importorskip("trl", reason="needs trl")
@@ -113,6 +115,28 @@ def test_sft_equals_a_loop_with_prepare(tmp_path, tokenizer, policy):
     other = sft(tmp_path, tokenizer, train_sampling_strategy="sequential")
     assert_equal_weights(trainer.model, own_sft(other, policy))
     assert {"entropy", "mean_token_accuracy", "skipped_steps"} <= set(trainer.state.log_history[0])
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_sft_on_a_gpu_takes_the_loss_kernel(tmp_path, tokenizer, monkeypatch, loss_type):
+    # As on a GPU, where TRL leaves out tokens without a label.
+    monkeypatch.setattr(trl.trainer.utils, "_use_triton", lambda device: True)
+    calls, results = [], []
+    for ours in (False, True):
+        monkeypatch.setattr(integration, "_can_chunk", lambda _, ours=ours: ours)
+        monkeypatch.setattr(
+            integration, "chunked_log_probs", lambda *a, **k: calls.append(1) or kernel(*a, **k)
+        )
+        trainer = sft(tmp_path, tokenizer, loss_type=loss_type)
+        attach(trainer, "fp32").train()
+        results.append((trainer.model, trainer.state.log_history))
+    assert len(calls) == (8 if loss_type == "nll" else 0)  # dft weighs tokens by their probability
+    (theirs, before), (mine, after) = results
+    for name, weight in theirs.state_dict().items():
+        torch.testing.assert_close(mine.state_dict()[name], weight, rtol=1e-4, atol=1e-5)
+    for one, other in zip(before, after, strict=True):
+        for name in {"loss", "entropy", "mean_token_accuracy", "grad_norm"} & set(one):
+            assert other[name] == pytest.approx(one[name], rel=1e-4), name
 
 
 def test_sft_with_packing_and_padding_free_learns(tmp_path, tokenizer):

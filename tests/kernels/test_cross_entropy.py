@@ -48,6 +48,33 @@ def exact(logits, targets, *, label_smoothing=0.0, z_loss=0.0, ignore_index=-100
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 @given(
     rows=integers(1, 5),
+    columns=sampled_from([1, 31, 33, 70]),
+    dtype=sampled_from(list(DTYPES)),
+    gradient=booleans(),
+    seed=integers(0, 99),
+)
+@settings(deadline=None, max_examples=30)
+def test_statistics_are_those_of_float64(how, rows, columns, dtype, gradient, seed):
+    logits, targets, _ = drawn(rows, columns, dtype=dtype, seed=seed)
+    logits[0] = logits[0].round()  # several are the largest
+    if columns > 1:
+        logits[0, -1] = float("-inf")
+    kept = targets != -100
+    entropies = torch.distributions.Categorical(logits=logits.double()).entropy()
+    is_first = logits.float().cpu().numpy().argmax(1) == targets.cpu().numpy()
+    statistics = torch.full((2, rows), 7.0, device=DEVICE)
+    IMPLEMENTATIONS[how](
+        logits, targets, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, gradient=gradient,
+        statistics=statistics,
+    )  # fmt: skip
+    expected = entropies.where(kept, 0.0).float()
+    torch.testing.assert_close(statistics[0], expected, rtol=1e-5, atol=1e-5)
+    assert statistics[1].tolist() == (torch.tensor(is_first) & kept.cpu()).float().tolist()
+
+
+@pytest.mark.parametrize("how", IMPLEMENTATIONS)
+@given(
+    rows=integers(1, 5),
     columns=sampled_from([1, 2, 31, 32, 33, 70]),  # a kernel is compiled for each
     dtype=sampled_from(list(DTYPES)),
     label_smoothing=sampled_from([0.0, 0.1, 1.0]),

@@ -182,7 +182,8 @@ class TrainerMixin(_host):  # type: ignore[misc]
 
     def _nc_prepare(self, optimizer: Any) -> None:
         optimizer = _plain_optimizer(optimizer)
-        settings, restore_heads = self._nc_all_settings(), use_plan_in_fused_heads(self.model)
+        settings = self._nc_all_settings()
+        restore_heads = use_plan_in_fused_heads(self.model, equal_tokens=_weighs_tokens_alike(self))
         try:
             hosted = HostedRun(settings, self.model, optimizer)
         except BaseException:
@@ -371,6 +372,13 @@ def _drop_accelerates_autocast(model: nn.Module) -> None:
         del model.forward
     else:
         model.forward = forward
+
+
+def _weighs_tokens_alike(trainer: Any) -> bool:
+    """Return whether the loss is that of TRL's SFTTrainer, a mean over all tokens."""
+    owners = (each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
+    is_sft = next(owners).__module__ == "trl.trainer.sft_trainer"
+    return is_sft and getattr(trainer.args, "loss_type", None) == "nll"
 
 
 def _plain_optimizer(optimizer: Any) -> Any:

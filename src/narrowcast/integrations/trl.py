@@ -2,7 +2,9 @@
 
 TRL 1.16 replaces a model's forward and multiplies by `lm_head.weight` itself, past the module. If
 the plan has fp8, emulation or a monitor for the head, the head is called in chunks of rows instead.
-Otherwise TRL's own kernel runs, which stores no logits either.
+Supervised fine-tuning uses the loss kernel of `narrowcast.linear_cross_entropy` on a GPU, which
+computes the gradients beside the loss. Otherwise TRL's own kernel runs, which computes the logits
+again for them. None of these stores the logits of all tokens.
 """
 
 import inspect
@@ -15,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from narrowcast.precision.fused.linear_cross_entropy import multiplies_plainly
+from narrowcast.kernels.launch import unsupported_reason
+from narrowcast.precision.fused.chunked_pass import chunked_log_probs
+from narrowcast.precision.fused.linear_cross_entropy import plain_operand_dtype
 
 log = logging.getLogger("narrowcast")
 
@@ -24,10 +28,11 @@ _CHUNK_ELEMENTS = 2**26
 """Logits of one chunk: 256 MiB in fp32."""
 
 
-def use_plan_in_fused_heads(model: nn.Module) -> Callable[[], None]:
+def use_plan_in_fused_heads(model: nn.Module, *, equal_tokens: bool = False) -> Callable[[], None]:
     """Make the fused LM heads that TRL gave to a model use the plan; return how to undo it.
 
-    Call it before `prepare`, which moves the forward of an object elsewhere.
+    Call it before `prepare`, which moves the forward of an object elsewhere. With `equal_tokens`
+    the trainer's loss must be a mean or sum of the log-probabilities.
     """
     replaced: list[tuple[nn.Module, Any]] = []
     for module in model.modules():
@@ -43,7 +48,7 @@ def use_plan_in_fused_heads(model: nn.Module) -> Callable[[], None]:
         if inspect.getclosurevars(function).nonlocals.get("cast_lm_head_to_fp32"):
             continue  # the user asked for fp32
         module.forward = types.MethodType(
-            _with_kernel(function, _HeadKernel(module, theirs)), module
+            _with_kernel(function, _HeadKernel(module, theirs, equal_tokens=equal_tokens)), module
         )
         replaced.append((module, forward))
 
@@ -65,12 +70,16 @@ def _with_kernel(function: types.FunctionType, kernel: "_HeadKernel") -> types.F
     return copied
 
 
+def _can_chunk(hidden: Tensor) -> bool:
+    return hidden.numel() > 0 and not unsupported_reason(hidden.device)
+
+
 @final
 class _HeadKernel:
     """Stands for TRL's autograd function in one model."""
 
-    def __init__(self, model: nn.Module, theirs: Any) -> None:
-        self._model, self._theirs = model, theirs
+    def __init__(self, model: nn.Module, theirs: Any, *, equal_tokens: bool) -> None:
+        self._model, self._theirs, self._equal_tokens = model, theirs, equal_tokens
 
     def apply(
         self,
@@ -88,7 +97,15 @@ class _HeadKernel:
         model: Any = self._model
         head = model.get_output_embeddings()
         known = isinstance(head, nn.Linear) and weight is head.weight
-        if not known or multiplies_plainly(hidden, head):
+        dtype = plain_operand_dtype(hidden, head) if known else None
+        if not known or dtype is not None:
+            is_loss = self._equal_tokens and set(outputs) == {"log_probs", "entropy", "is_top1"}
+            unchanged = temperature == 1.0 and logit_scale == 1.0 and softcap is None
+            if dtype is not None and is_loss and unchanged and _can_chunk(hidden):
+                log_probs, entropy, is_top1 = chunked_log_probs(
+                    hidden, weight, bias, targets, dtype=dtype
+                )
+                return log_probs, entropy, None, None, is_top1
             settings = (temperature, chunk_size, softcap, logit_scale, outputs)
             result: tuple[Tensor | None, ...] = self._theirs.apply(
                 hidden, weight, bias, targets, *settings

@@ -24,11 +24,13 @@ def cross_entropy_(
     gradient: bool,
     lift: float = 1.0,
     factors: Tensor | None = None,
+    statistics: Tensor | None = None,
 ) -> Tensor:
     """Return each row's loss in fp32; for a gradient, overwrite `logits` (rows, columns) with it.
 
     An ignored row has loss and gradient zero. A target out of range gives NaN, which shows the
-    mistake without a synchronisation. `lift` is a power of two.
+    mistake without a synchronisation. `lift` is a power of two. `statistics` (2, rows) in fp32 gets
+    the entropy of each row, and 1 where the target is the first of the largest logits.
     """
     if unsupported_reason(logits.device):
         return cross_entropy_twin_(
@@ -40,6 +42,7 @@ def cross_entropy_(
             gradient=gradient,
             lift=lift,
             factors=factors,
+            statistics=statistics,
         )
     assert logits.stride(1) == 1
     rows, columns = logits.shape
@@ -52,6 +55,8 @@ def cross_entropy_(
         targets.contiguous(),
         losses,
         losses if factors is None else factors.contiguous(),
+        losses if statistics is None else statistics[0],
+        losses if statistics is None else statistics[1],
         logits.stride(0),
         ignore_index,
         label_smoothing,
@@ -60,6 +65,7 @@ def cross_entropy_(
         GRADIENT=gradient,
         FACTORS=factors is not None,
         SMOOTH=label_smoothing != 0,
+        STATISTICS=statistics is not None,
         COLUMNS=columns,
         BLOCK=block,
         num_warps=max(1, min(32, block // 512)),
@@ -77,6 +83,7 @@ def cross_entropy_twin_(
     gradient: bool,
     lift: float = 1.0,
     factors: Tensor | None = None,
+    statistics: Tensor | None = None,
 ) -> Tensor:
     """Do in plain torch what the kernel does; allocates the logits in fp32."""
     columns = logits.shape[1]
@@ -96,6 +103,12 @@ def cross_entropy_twin_(
     losses = log_total - (1 - label_smoothing) * chosen - label_smoothing * mean
     losses = losses + z_loss * whole * whole
     ignored = targets == ignore_index
+    if statistics is not None:
+        probabilities = exponentials / total[:, None]
+        logs = logits.float() - whole[:, None]
+        entropy = -(probabilities * logs.where(probabilities > 0, 0.0)).sum(1)
+        statistics[0] = entropy.masked_fill(ignored, 0.0)
+        statistics[1] = (logits.argmax(1) == targets) & ~ignored
     if gradient:
         factor = torch.full_like(largest, lift) if factors is None else factors * lift
         factor = factor.where(known, nan)
@@ -112,6 +125,8 @@ def _rows_kernel(
     targets,
     losses,
     factors,
+    entropies,
+    firsts,
     stride,
     ignore_index,
     smoothing,
@@ -120,6 +135,7 @@ def _rows_kernel(
     GRADIENT: tl.constexpr,
     FACTORS: tl.constexpr,
     SMOOTH: tl.constexpr,
+    STATISTICS: tl.constexpr,
     COLUMNS: tl.constexpr,  # a model has one vocabulary
     BLOCK: tl.constexpr,
 ):
@@ -129,6 +145,9 @@ def _rows_kernel(
     target = tl.load(targets + row)
     if target == ignore_index:
         tl.store(losses + row, 0.0)
+        if STATISTICS:
+            tl.store(entropies + row, 0.0)
+            tl.store(firsts + row, 0.0)
         if GRADIENT:
             for first in range(0, COLUMNS, BLOCK):
                 at = first + lanes
@@ -143,6 +162,8 @@ def _rows_kernel(
         shift = 0.0
         total = 0.0
         summed = 0.0
+        weighted = 0.0
+        earlier = float("-inf")
         for first in range(0, COLUMNS, BLOCK):
             at = first + lanes
             inside = at < COLUMNS
@@ -152,7 +173,15 @@ def _rows_kernel(
             # A NaN may be passed over here, but not in the sum of exponentials.
             higher = tl.maximum(largest, tl.max(x, 0))
             shift = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift), 0)
+            fading = tl.exp(largest - shift)
+            exponentials = tl.exp(x - shift)
+            total = total * fading + tl.sum(exponentials, 0)
+            if STATISTICS:
+                # An infinite logit has probability 0 or NaN.
+                finite = tl.where(exponentials == 0.0, 0.0, x)
+                weighted = weighted * fading + tl.sum(exponentials * finite, 0)
+                before = tl.where(at < target, x, float("-inf"))
+                earlier = tl.maximum(earlier, tl.max(before, 0))
             if SMOOTH:
                 summed += tl.sum(tl.where(inside, x, 0.0), 0)
             largest = higher
@@ -163,6 +192,10 @@ def _rows_kernel(
         if SMOOTH:
             loss -= smoothing * (summed / COLUMNS - shift)
         tl.store(losses + row, loss + z_loss * whole * whole)
+        if STATISTICS:
+            tl.store(entropies + row, whole - weighted / total)
+            is_first = (chosen >= largest) & (chosen > earlier)
+            tl.store(firsts + row, tl.where(is_first, 1.0, 0.0))
         if GRADIENT:
             factor = tl.where(known, lift, float("nan"))
             if FACTORS:

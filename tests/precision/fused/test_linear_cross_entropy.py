@@ -528,3 +528,30 @@ def test_on_a_gpu_nothing_waits_for_the_device(host_never_waits):
         for reduction in ("mean", "none"):
             nc.linear_cross_entropy(hidden, head, targets, reduction=reduction).sum().backward()
     assert head.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", list(MANTISSA))
+@pytest.mark.parametrize("scale", [-0.25, 512.0])
+def test_equal_log_probs_are_those_of_float64(dtype, scale, monkeypatch):
+    monkeypatch.setattr(chunked_pass, "CHUNK_BYTES", 2048)
+    hidden, head, targets = drawn(300, dtype=dtype, share=0.0)
+    losses, *there = exact(hidden, head, targets, reduction="none")
+    log_probs, entropies, is_top1 = chunked_pass.chunked_log_probs(
+        hidden, head.weight, head.bias, targets, dtype=dtype
+    )
+    assert_close(log_probs, -losses, dtype=dtype)
+    logits = there[1](there[0])
+    assert_close(entropies, torch.distributions.Categorical(logits=logits).entropy(), dtype=dtype)
+    assert (is_top1 == (logits.argmax(1) == targets)).float().mean() > 0.98  # rounding makes ties
+    expected = gradients(-losses, *there, scale=scale)
+    for found, each in zip(gradients(log_probs, hidden, head, scale=scale), expected, strict=True):
+        assert_close(found / scale, each / scale, dtype=dtype)
+
+
+def test_log_probs_that_do_not_count_alike_have_no_gradient():
+    hidden, head, targets = drawn(6, share=0.0)
+    log_probs, *_ = chunked_pass.chunked_log_probs(
+        hidden, head.weight, head.bias, targets, dtype=torch.float32
+    )
+    weights = torch.tensor([1.0, 1, 1, 1, 1, 2], device=DEVICE)
+    assert all(each.isnan().all() for each in gradients(log_probs * weights, hidden, head))

@@ -57,16 +57,18 @@ def chunked_pass(
     label_smoothing: float,
     z_loss: float,
     chunk_rows: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return each row's loss, and the fp32 gradients of their sum that `needs` lists, or empty.
 
-    Gradients of a row are multiplied by its factor, and all by `lift(dtype)`.
+    Gradients of a row are multiplied by its factor, and all by `lift(dtype)`. The last result is
+    the entropies of the rows, and where the target has the largest logit, if requested.
     """
     from narrowcast.kernels.cross_entropy import cross_entropy_
 
     rows, columns = hidden.shape[0], weight.shape[0]
     filled = columns + (-columns % _ALIGNED if columns % _WORD else 0)
-    losses, *grads = _results(hidden, weight, needs, filled=filled)
+    losses, *grads, found = _results(hidden, weight, needs, statistics, filled=filled)
     chunk = chunk_rows or even_chunks(rows, filled, dtype)
     # Autocast would cast again what is cast here.
     with torch.autocast(hidden.device.type, enabled=False):
@@ -86,6 +88,7 @@ def chunked_pass(
                 gradient=any(needs),
                 lift=lift(dtype),
                 factors=None if factors is None else factors[part],
+                statistics=found[:, part] if statistics else None,
             )
             if filled != columns:  # of a row that is ignored, infinite states would be NaN there
                 logits[:, columns:] = 0
@@ -95,7 +98,7 @@ def chunked_pass(
                 _product_into(grads[1], logits.t(), x, add=first > 0)
             if needs[2]:
                 grads[2] += logits.sum(0, dtype=torch.float32)
-    return losses, grads[0], grads[1][:columns], grads[2][:columns]
+    return losses, grads[0], grads[1][:columns], grads[2][:columns], found
 
 
 @chunked_pass.register_fake
@@ -107,14 +110,18 @@ def _(
     factors: Tensor | None,
     dtype: torch.dtype,
     needs: list[bool],
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _results(hidden, weight, needs, filled=weight.shape[0])
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk_rows: int | None,
+    statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _results(hidden, weight, needs, statistics, filled=weight.shape[0])
 
 
 def _results(
-    hidden: Tensor, weight: Tensor, needs: list[bool], *, filled: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, needs: list[bool], statistics: bool, *, filled: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     def fp32(*shape: int) -> Tensor:
         return hidden.new_empty(shape, dtype=torch.float32)
 
@@ -123,6 +130,7 @@ def _results(
         fp32(*hidden.shape) if needs[0] else fp32(0),
         fp32(filled, weight.shape[1]) if needs[1] else fp32(0),
         fp32(filled).zero_() if needs[2] else fp32(0),
+        fp32(2, hidden.shape[0]) if statistics else fp32(0),
     )
 
 
@@ -181,7 +189,7 @@ def chunked_loss(
     grads = torch.is_grad_enabled()
     needs = tuple(grads and t is not None and t.requires_grad for t in (hidden, weight, bias))
     if not any(needs):
-        losses, *_ = _pass(hidden, weight, bias, targets, None, terms, dtype, needs)
+        losses = _pass(hidden, weight, bias, targets, None, terms, dtype, needs)[0]
         return reduced(losses, targets, terms)
     function: Any = _RowLosses if terms.reduction == "none" else _TotalLoss
     loss: Tensor = function.apply(hidden, weight, bias, targets, terms, dtype, needs)
@@ -213,7 +221,7 @@ class _TotalLoss(torch.autograd.Function):
         dtype: torch.dtype,
         needs: tuple[bool, ...],
     ) -> Tensor:
-        losses, *grads = _pass(hidden, weight, bias, targets, None, terms, dtype, needs)
+        losses, *grads, _ = _pass(hidden, weight, bias, targets, None, terms, dtype, needs)
         divisor = torch.full_like(losses[0], lift(dtype))
         if terms.reduction == "mean":
             # Where every row is ignored the loss is 0/0, and torch's gradients are zero.
@@ -244,7 +252,7 @@ class _RowLosses(torch.autograd.Function):
         dtype: torch.dtype,
         needs: tuple[bool, ...],
     ) -> Tensor:
-        losses, *_ = _pass(hidden, weight, bias, targets, None, terms, dtype, (False,) * 3)
+        losses = _pass(hidden, weight, bias, targets, None, terms, dtype, (False,) * 3)[0]
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.terms, ctx.dtype = terms, dtype
         ctx.dtypes, ctx.needs = grad_dtypes(hidden, weight, bias), needs
@@ -259,9 +267,59 @@ class _RowLosses(torch.autograd.Function):
         largest = grad_output.float().abs().amax().clamp(min=2.0**-100)
         inverse = torch.exp2(-torch.ceil(torch.log2(largest)))
         factors = grad_output.float() * inverse
-        _, *grads = _pass(hidden, weight, bias, targets, factors, ctx.terms, ctx.dtype, ctx.needs)
+        terms, dtype, needs = ctx.terms, ctx.dtype, ctx.needs
+        _, *grads, _ = _pass(hidden, weight, bias, targets, factors, terms, dtype, needs)
         factor = 1 / (inverse * lift(ctx.dtype))
         return (*scaled(grads, factor, ctx), None, None, None, None)
+
+
+def chunked_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities of targets whose gradients will be equal, entropies and top-1.
+
+    Gradients are computed beside the log-probabilities, for their sum. If those that come back are
+    not all equal, the gradients are NaN. Entropies and top-1 have none.
+    """
+    grads = torch.is_grad_enabled()
+    needs = tuple(grads and t is not None and t.requires_grad for t in (hidden, weight, bias))
+    function: Any = _EqualLogProbs
+    result: tuple[Tensor, Tensor, Tensor] = function.apply(
+        hidden, weight, bias, targets, dtype, needs
+    )
+    return result
+
+
+class _EqualLogProbs(torch.autograd.Function):
+    """Log-probabilities that count alike, as in the mean over all tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        dtype: torch.dtype,
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        terms = LossTerms(-100, 0.0, 0.0, "sum", None)
+        losses, *grads, (entropies, firsts) = _pass(
+            hidden, weight, bias, targets, None, terms, dtype, needs, statistics=True
+        )
+        ctx.save_for_backward(*grads)
+        ctx.dtypes, ctx.needs, ctx.lift = grad_dtypes(hidden, weight, bias), needs, lift(dtype)
+        is_top1 = firsts > 0
+        ctx.mark_non_differentiable(entropies, is_top1)
+        return -losses, entropies, is_top1
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        check_first_derivative_only()
+        first = grad_output[0].float()
+        equal = (grad_output == first).all()
+        factor = torch.where(equal, first, torch.nan) / -ctx.lift
+        return (*scaled(list(ctx.saved_tensors), factor, ctx), None, None, None)
 
 
 def check_first_derivative_only() -> None:
@@ -311,8 +369,10 @@ def _pass(
     terms: LossTerms,
     dtype: torch.dtype,
     needs: tuple[bool, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = chunked_pass(
+    *,
+    statistics: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = chunked_pass(
         hidden,
         weight,
         bias,
@@ -324,5 +384,6 @@ def _pass(
         terms.label_smoothing,
         terms.z_loss,
         terms.chunk_rows,
+        statistics,
     )
     return result

@@ -195,10 +195,10 @@ def linear_cross_entropy(
         return _here(hidden, head, targets, terms, plain=True)
 
 
-def multiplies_plainly(hidden: Tensor, head: nn.Linear) -> bool:
-    """Return whether `head(hidden)` is here one product in the dtype of autocast or of `hidden`."""
+def plain_operand_dtype(hidden: Tensor, head: nn.Linear) -> torch.dtype | None:
+    """Return the dtype in which `head(hidden)` multiplies here, if it is one plain product."""
     plain = working_class(head) is nn.Linear and _region_entered_by(head) is None
-    return plain and _operand_dtype(hidden, head) is not None
+    return _operand_dtype(hidden, head) if plain else None
 
 
 def _check_arguments(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms) -> None:
