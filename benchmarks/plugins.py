@@ -32,6 +32,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,12 @@ def make_batches(size: Model, steps: int) -> dict[str, Tensor]:
 
 
 def measure(
-    sides: list[Side], task: dict[str, Any], folder: Path, *, together: int
+    sides: list[Side],
+    task: dict[str, Any],
+    folder: Path,
+    *,
+    together: int,
+    save: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
     """Run each side in its own process; return what it measured, or why there is nothing."""
     skipped = {side.name: side.skip_reason(task["device"]) for side in sides}
@@ -94,6 +100,7 @@ def measure(
 
     def ended(name: str, row: dict[str, Any]) -> None:
         print(f"- {name}: {row.get('failed') or format(row['seconds'], '.4f') + ' s'}", flush=True)
+        save({"model": task["model"], "side": name} | row)
 
     commands = {side.name: partial(command, side) for side in sides if not skipped[side.name]}
     found = measure_in_turn(commands, folder, together=together, ended=ended)
@@ -208,16 +215,28 @@ def main() -> None:
             file = Path(folder) / "batches.pt"
             torch.save(make_batches(size, WARM_UP + options.steps + counted), file)
             task = {"model": name, "device": device, "steps": options.steps, "batches": str(file)}
-            rows = measure(sides, task, Path(folder), together=options.together)
+            before = len(figures["rows"])
+            save = partial(add_row, figures, options.json)
+            rows = measure(sides, task, Path(folder), together=options.together, save=save)
         bars = compare(sides, rows)
         print_tables(rows, bars)
-        figures["rows"] += rows
+        figures["rows"][before:] = rows
         figures["bars"] += bars
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+        write(figures, options.json)
     missed = device == "cuda" and any(bar["result"] == "fail" for bar in figures["bars"])
     sys.exit(1 if missed or any("failed" in row for row in figures["rows"]) else 0)
+
+
+def add_row(figures: dict[str, Any], path: Path | None, row: dict[str, Any]) -> None:
+    figures["rows"].append(row)
+    write(figures, path)
+
+
+def write(figures: dict[str, Any], path: Path | None) -> None:
+    """Write what is measured so far."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,7 @@ def count_waits(step: Callable[[], object]) -> float:
     return len(waits) / COUNTED
 
 
-def measure_overhead(sizes: dict[str, Any], device: torch.device) -> list[Row]:
-    rows: list[Row] = []
+def measure_overhead(sizes: dict[str, Any], device: torch.device) -> Iterator[Row]:
     for compiled in (False, True):
         cases: dict[str, Trained] = {}
         for name in ("ours", "ours, sharded", "torch", "torch, sharded"):
@@ -153,9 +152,8 @@ def measure_overhead(sizes: dict[str, Any], device: torch.device) -> list[Row]:
             row["passes"] = name != "ours, sharded" or (
                 device.type == "cpu" or (row["ratio"] <= LARGEST_RATIO and not row["waits"])
             )
-            add(rows, row)
-        del cases
-    return rows
+            yield row
+        cases.clear()
 
 
 def losses_of(sizes: dict[str, Any], policy: str, *, rank: int | None) -> list[float]:
@@ -175,26 +173,23 @@ def be_rank(rank: int, folder: str, sizes: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def measure_agreement(sizes: dict[str, Any]) -> list[Row]:
+def measure_agreement(sizes: dict[str, Any]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(be_rank, args=(folder, sizes), nprocs=2)
         both = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
-    rows: list[Row] = []
     for policy, bar in AGREE.items():
         one = losses_of(sizes, policy, rank=None)
         means = [sum(each) / 2 for each in zip(*(found[policy] for found in both), strict=True)]
         worst = max(abs(a - b) for a, b in zip(one, means, strict=True))
         row = {"policy": policy, "first_loss": one[0], "last_loss": one[-1], "largest_gap": worst}
         row |= {"bar": bar, "passes": worst <= bar and one[-1] < one[0]}
-        add(rows, row)
-    return rows
+        yield row
 
 
-def measure_checkpoint(sizes: dict[str, Any], device: torch.device) -> list[Row]:
+def measure_checkpoint(sizes: dict[str, Any], device: torch.device) -> Iterator[Row]:
     trained = Trained(**sizes)
     trained.prepare(sharded=True)
     usual = in_turns({"step": trained.step}, device)["step"]
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, background in enumerate((True, True, True, False)):
             synchronize(device)
@@ -211,8 +206,7 @@ def measure_checkpoint(sizes: dict[str, Any], device: torch.device) -> list[Row]
             row |= {"blocked_ms": 1e3 * blocked, "total_ms": 1e3 * (time.perf_counter() - began)}
             row |= {"usual_step_ms": 1e3 * usual, "slowest_step_ms": 1e3 * slowest}
             row["passes"] = not background or 1e3 * blocked <= LONGEST_BLOCK_MS
-            add(rows, row)
-    return rows
+            yield row
 
 
 def main() -> int:
@@ -236,7 +230,7 @@ def main() -> int:
     figures: dict[str, Any] = {"environment": describe_machine(), "policy": POLICY, "sizes": whole}
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    parts: dict[str, Callable[[], list[Row]]] = {
+    parts: dict[str, Callable[[], Iterator[Row]]] = {
         "agreement": lambda: measure_agreement(part),
         "overhead": lambda: measure_overhead(whole, device),
         "checkpoint": lambda: measure_checkpoint(whole, device),
@@ -244,25 +238,28 @@ def main() -> int:
     passes = True
     for name in options.parts.split(","):
         print(f"\n{name}\n", flush=True)
+        rows = figures[name] = list[Row]()
         try:
-            figures[name] = parts[name]()
+            for row in parts[name]():
+                show(row, first=not rows)
+                rows.append(row)
+                write(figures, options.json)
         except RuntimeError:
-            figures[name] = [{"passes": False, "error": traceback.format_exc()}]
-            print(figures[name][0]["error"])
-        passes = passes and all(row["passes"] for row in figures[name])
-        write(figures, options.json)
+            rows.append({"passes": False, "error": traceback.format_exc()})
+            print(rows[-1]["error"])
+            write(figures, options.json)
+        passes = passes and all(row["passes"] for row in rows)
     dist.destroy_process_group()
     return 0 if passes else 1
 
 
-def add(rows: list[Row], row: Row) -> None:
-    """Add a row to a table, and print it."""
-    if not rows:
+def show(row: Row, *, first: bool) -> None:
+    """Print a row of a table."""
+    if first:
         print("|", " | ".join(row), "|")
         print("|---" * len(row) + "|")
     cells = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values())
     print("|", " | ".join(cells), "|", flush=True)
-    rows.append(row)
 
 
 def write(figures: dict[str, Any], path: Path | None) -> None:
