@@ -79,8 +79,9 @@ def save_checkpoint(
         folder: The checkpoint. Its parent may hold other checkpoints.
         extra: Plain values and tensors to save with it, such as the position in the data and the
             state of random generators. They may differ by rank.
-        background: Return when everything is copied to the host, and write in a thread. The next
-            save or load waits for it. Call `wait()` before you end the process group.
+        background: Return when everything is copied, and write in a thread. The copy is on the
+            GPU if there is room, else on the host. The next save or load waits for the write.
+            Call `wait()` before you end the process group.
 
     Returns:
         The save, which is complete unless `background` is set.
