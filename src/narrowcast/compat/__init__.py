@@ -1,0 +1,1 @@
+"""The vocabulary of other training libraries, on narrowcast's engine."""
