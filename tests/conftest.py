@@ -154,8 +154,16 @@ def _waiting_is_allowed_again() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fresh_accelerate_state() -> Iterator[None]:
-    """Let no test leave accelerate's settings, one set per process, to those that follow."""
+    """Reset accelerate's process-wide settings around every test.
+
+    Fixtures that outlive a test, and libraries imported by one, may create them at any time.
+    """
+    _reset_accelerate()
     yield
+    _reset_accelerate()
+
+
+def _reset_accelerate() -> None:
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()

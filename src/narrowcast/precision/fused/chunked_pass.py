@@ -68,7 +68,7 @@ def chunked_pass(
 
     rows, columns = hidden.shape[0], weight.shape[0]
     filled = columns + (-columns % _ALIGNED if columns % _WORD else 0)
-    losses, *grads, found = _results(hidden, weight, needs, statistics, filled=filled)
+    losses, *grads, statistics_rows = _results(hidden, weight, needs, statistics, filled=filled)
     chunk = chunk_rows or even_chunks(rows, filled, dtype)
     # Autocast would cast again what is cast here.
     with torch.autocast(hidden.device.type, enabled=False):
@@ -88,7 +88,7 @@ def chunked_pass(
                 gradient=any(needs),
                 lift=lift(dtype),
                 factors=None if factors is None else factors[part],
-                statistics=found[:, part] if statistics else None,
+                statistics=statistics_rows[:, part] if statistics else None,
             )
             if filled != columns:  # of a row that is ignored, infinite states would be NaN there
                 logits[:, columns:] = 0
@@ -98,7 +98,7 @@ def chunked_pass(
                 _product_into(grads[1], logits.t(), x, add=first > 0)
             if needs[2]:
                 grads[2] += logits.sum(0, dtype=torch.float32)
-    return losses, grads[0], grads[1][:columns], grads[2][:columns], found
+    return losses, grads[0], grads[1][:columns], grads[2][:columns], statistics_rows
 
 
 @chunked_pass.register_fake
