@@ -224,7 +224,7 @@ SETTINGS = [*CommonSettings.model_fields, "data", "model"]
         max_size=4,
     )
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_word_whatsoever_ends_in_anything_but_a_recipe_or_a_refusal(tmp_path, sections, words):
     path = tmp_path / "quick.yaml"
     path.write_text("workload: toy\nsteps: 100\nbatch_size: 4\n")
@@ -236,7 +236,7 @@ def test_no_word_whatsoever_ends_in_anything_but_a_recipe_or_a_refusal(tmp_path,
 
 
 @given(content=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode()))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_file_whatsoever_ends_in_anything_but_a_recipe_or_a_refusal(tmp_path, sections, content):
     path = tmp_path / "quick.yaml"
     path.write_bytes(content)

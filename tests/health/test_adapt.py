@@ -73,7 +73,7 @@ def test_modules_that_the_policy_does_not_know_are_left_alone():
     assert adapting("fp32").decide(saturating("a"), step=1) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     course=st.lists(st.sets(st.sampled_from(MODULES)), max_size=60),
     form=st.sampled_from(["e4m3", "fp16", "bf16"]),

@@ -53,7 +53,7 @@ def exact(logits, targets, *, label_smoothing=0.0, z_loss=0.0, ignore_index=-100
     gradient=booleans(),
     seed=integers(0, 99),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_statistics_are_those_of_float64(how, rows, columns, dtype, gradient, seed):
     logits, targets, _ = drawn(rows, columns, dtype=dtype, seed=seed)
     logits[0] = logits[0].round()  # several are the largest
@@ -82,7 +82,7 @@ def test_statistics_are_those_of_float64(how, rows, columns, dtype, gradient, se
     weighted=booleans(),
     seed=integers(0, 99),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_losses_and_gradients_are_those_of_float64(
     how, rows, columns, dtype, label_smoothing, z_loss, weighted, seed
 ):

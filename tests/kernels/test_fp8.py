@@ -93,7 +93,7 @@ def normal(rows, columns, *, dtype=torch.float32, seed=0, spread=1.0):
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 @pytest.mark.parametrize("target", TARGETS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     seed=integers(0, 2**31),
     rows=integers(1, 40),
@@ -199,7 +199,7 @@ def test_a_matrix_without_rows_gives_none(how):
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 @pytest.mark.parametrize("target", TARGETS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(bits=integers(0, 0x7F7FFFFF), dtype=sampled_from(DTYPES))
 def test_the_scale_is_the_one_that_numerics_gives(how, target, bits, dtype):
     amax = torch.tensor(bits, dtype=torch.int32).view(torch.float32).to(dtype)
@@ -212,7 +212,7 @@ def test_the_scale_is_the_one_that_numerics_gives(how, target, bits, dtype):
     assert inverse == 1 / scale
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(bits=integers(1, 0x7F7FFFFF), target=sampled_from(TARGETS))
 def test_the_scale_of_a_magnitude_is_the_largest_power_of_two_that_keeps_it(bits, target):
     amax = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
@@ -371,7 +371,7 @@ def both(x, target, **settings):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     seed=integers(0, 2**31), rows=integers(1, 140), sixteens=integers(1, 9),
     dtype=sampled_from(DTYPES),

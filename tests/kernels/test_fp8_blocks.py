@@ -23,7 +23,7 @@ def back(codes, inverse):
     return (blocks * inverse.t()[..., None]).view(codes.shape)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(rows=st.integers(1, 300), blocks=st.integers(1, 3), seed=st.integers(0, 99))
 def test_blocks_along_either_dimension_are_those_of_the_emulation(rows, blocks, seed):
     x = spread(rows, blocks * BLOCK, seed)

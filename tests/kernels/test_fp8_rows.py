@@ -31,7 +31,7 @@ def bits(x):
     return x.cpu().view(torch.uint8)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(rows=st.integers(1, 300), sixteens=st.integers(1, 40), seed=st.integers(0, 99))
 def test_lines_along_either_dimension_are_those_of_the_emulation(rows, sixteens, seed):
     x = spread(rows, 16 * sixteens, seed)

@@ -55,7 +55,7 @@ def test_fewer_or_other_gradients_are_taken_as_they_come():
     assert torch.equal(kernel(everything), whole)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     bad=st.sampled_from([math.inf, -math.inf, math.nan]),
     dtype=st.sampled_from(DTYPES),

@@ -32,7 +32,7 @@ def drawn(*shape, dtype, seed):
     dtype=sampled_from(list(DTYPES)),
     seed=integers(0, 99),
 )
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_divergences_and_gradients_are_those_of_float64(groups, copies, rows, columns, dtype, seed):
     output = drawn(groups, copies, rows, columns, dtype=dtype, seed=seed)
     target = drawn(groups, rows, columns, dtype=dtype, seed=seed + 100)

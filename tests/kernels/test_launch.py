@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,7 +137,6 @@ def by_triton(tensors, sizes):
 
 
 @given(drawn_tensors, drawn_sizes, drawn_tensors, drawn_sizes)
-@settings(deadline=None)
 def test_arguments_that_are_specialised_alike_are_alike_to_triton(a, m, b, n):
     pytest.importorskip("triton")
     first, second = (

@@ -41,7 +41,7 @@ def assert_near(found, exact, dtype):
     assert ((found.double() - exact).abs() <= bound).all()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     batch=st.integers(1, 2), length=st.integers(1, 5), queries=st.integers(1, 5),
     keys=st.integers(1, 3), width=st.sampled_from([2, 6, 16, 64]),
@@ -110,7 +110,7 @@ def halves_exactly(x, cosine, sine):
     return x * cosine[:, :, None] + torch.cat((-second, first), -1) * sine[:, :, None]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     batch=st.integers(1, 2), length=st.integers(1, 5), queries=st.integers(1, 5),
     keys=st.integers(1, 3), width=st.sampled_from([2, 6, 16, 96]), shared=st.booleans(),

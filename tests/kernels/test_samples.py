@@ -13,7 +13,7 @@ BOTH = {"single": OFFSETS.single, "runs": OFFSETS.runs}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     tensors=st.lists(
         st.tuples(

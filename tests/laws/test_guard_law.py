@@ -107,7 +107,7 @@ def prepared(policy, optimizer):
     )
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     optimizer=st.sampled_from(list(OPTIMIZERS)),
     events=st.lists(

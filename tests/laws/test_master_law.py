@@ -32,7 +32,7 @@ class Weights(nn.Module):
 @pytest.mark.parametrize("clip_norm", [None, 0.7])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["split", "fp32"])
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-12, 3))
 def test_exact_masters_equal_torchs_fp32_optimizer_bit_for_bit(
     kind, optimizer, clip_norm, seed, exponent

@@ -56,7 +56,7 @@ def assert_same(before, after):
     assert all(torch.equal(before[2][key], after[2][key]) for key in before[2])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     policy=st.sampled_from(POLICIES),
     exceptions=st.sampled_from(EXCEPTIONS),

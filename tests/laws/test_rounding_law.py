@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowcast.numerics import (
@@ -181,21 +181,18 @@ any_float = st.floats(width=32)
 any_format = st.sampled_from((FP32, *FORMATS))
 
 
-@settings(deadline=None)
 @given(x=any_float, target=any_format, saturate=st.booleans())
 def test_rounding_twice_is_rounding_once(x, target, saturate):
     once = round_to(torch.tensor([x]), target, saturate=saturate)
     assert_same_bits(round_to(once, target, saturate=saturate), once.numpy())
 
 
-@settings(deadline=None)
 @given(x=any_float, target=any_format, saturate=st.booleans())
 def test_rounding_is_odd(x, target, saturate):
     negative = round_to(torch.tensor([-x]), target, saturate=saturate)
     assert_same_bits(-negative, round_to(torch.tensor([x]), target, saturate=saturate).numpy())
 
 
-@settings(deadline=None)
 @given(
     pair=st.tuples(st.floats(width=32, allow_nan=False), st.floats(width=32, allow_nan=False)),
     target=any_format,

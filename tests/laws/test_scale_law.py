@@ -44,7 +44,6 @@ def reference(chosen, history):
     return seen
 
 
-@settings(deadline=None)
 @given(chosen=scale_settings(), history=st.lists(st.booleans(), max_size=100))
 def test_the_scale_follows_its_rule_and_stays_a_power_of_two_within_its_bounds(chosen, history):
     scale = RunningScale(chosen, torch.device("cpu"))
@@ -58,7 +57,7 @@ def test_the_scale_follows_its_rule_and_stays_a_power_of_two_within_its_bounds(c
     assert seen == reference(chosen, history)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     history=st.lists(st.sampled_from([1.0, math.inf, math.nan]), max_size=30),
     parts=st.sampled_from([[], ["0"], ["0", "2"]]),

@@ -5,9 +5,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 
 def test_events_in_any_order_work_in_narrow_policies_or_are_refused(machine):
-    chosen = settings(
-        max_examples=40, stateful_step_count=25, deadline=None, derandomize=True, database=None
-    )
+    chosen = settings(max_examples=40, stateful_step_count=25, derandomize=True, database=None)
     run_state_machine_as_test(machine.NarrowMachine, settings=chosen)
 
 

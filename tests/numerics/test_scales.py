@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowcast.errors import UnsupportedError
@@ -43,7 +43,6 @@ def groups(x, per, block=128):
             return [x[i, j : j + block] for i in range(rows) for j in range(0, columns, block)]
 
 
-@settings(deadline=None)
 @given(
     amax=st.floats(width=32, min_value=2.0**-149, allow_infinity=False),
     target=st.sampled_from([*FORMATS, FP32]),

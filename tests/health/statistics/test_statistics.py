@@ -41,7 +41,7 @@ def column(found, name):
 
 
 @pytest.mark.parametrize("target", [FP16, BF16, E4M3, E5M2, FP32], ids=lambda f: f.name)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 999), decades=st.integers(1, 12))
 def test_shares_are_those_of_each_tensor_by_itself(target, seed, decades):
     x = spread(5, seed=seed, decades=decades)
@@ -98,7 +98,7 @@ def test_what_if_says_whether_another_format_would_lose_anything():
     assert column(what_if(wide, "mxfp8"), "overflow").item() == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 999))
 def test_exponents_are_counted_as_numpy_counts_them(seed):
     x = spread(2, seed=seed)
@@ -118,7 +118,7 @@ def test_exponents_are_counted_after_the_scale():
     assert trimmed(scaled)[0] == math.floor(math.log2(0.1 * 128))  # 3 · 128 is within 448
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=st.lists(st.integers(1, 300), min_size=1, max_size=3))
 def test_a_sample_is_of_one_size_and_spread_over_the_whole_tensor(shape):
     x = torch.arange(math.prod(shape)).view(shape)

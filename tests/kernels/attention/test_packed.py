@@ -74,7 +74,7 @@ def assert_same(rows, *, heads, group, width, dtype, window=None, seed=0):
         assert (a.double() - b).norm() <= STEP[dtype] * size
 
 
-@settings(max_examples=8, deadline=None, phases=SHOWN)
+@settings(max_examples=8, phases=SHOWN)
 @given(
     lengths=st.lists(st.integers(1, 45), min_size=1, max_size=5),
     batch=st.integers(1, 2), heads=st.integers(1, 2), group=st.integers(1, 3),

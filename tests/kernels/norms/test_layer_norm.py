@@ -20,7 +20,7 @@ def drawn(*shape, dtype, seed=0):
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     rows=st.integers(1, 9), width=st.sampled_from([4, 48, 64, 130]),
     dtype=st.sampled_from(list(STEP)), wide_weight=st.booleans(), wide_result=st.booleans(),

@@ -23,7 +23,7 @@ def exactly(x, weight, offset):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * (weight + offset)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     rows=st.integers(1, 9), width=st.sampled_from([4, 48, 64, 130]),
     dtype=st.sampled_from(list(STEP)), wide_weight=st.booleans(),

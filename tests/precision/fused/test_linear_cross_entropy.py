@@ -87,7 +87,7 @@ def assert_close(found, expected, *, dtype):
     reduction=sampled_from(["mean", "sum", "none"]),
     seed=integers(0, 99),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_the_loss_and_every_gradient_are_those_of_float64(
     rows, columns, chunk_rows, dtype, bias, label_smoothing, z_loss, reduction, seed
 ):

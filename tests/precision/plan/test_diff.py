@@ -121,7 +121,7 @@ def test_what_a_narrow_kind_holds_is_handed_on_whole(policy, through, cpu):
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(values=st.lists(numbers.filter(lambda v: abs(v) < 3.3e38), min_size=4, max_size=4))
 def test_any_fp32_weight_survives_a_split_and_a_master_copy(values):
     """But those whose bf16 is zero: a split weight that is zero is zero in all its digits."""

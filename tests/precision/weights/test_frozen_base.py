@@ -32,7 +32,7 @@ def twin_of(model, dtype=None):
     return twin
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 20),
     columns=st.integers(1, 40),

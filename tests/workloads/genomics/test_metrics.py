@@ -86,7 +86,7 @@ def test_letters_count_alike_whichever_row_they_are_in():
     assert found["mcc"] == pytest.approx(sk.matthews_corrcoef(flat, [0, 1, 0, 2, 0, 0]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(2, 5), st.integers(1, 30), st.integers(0, 2**32 - 1))
 def test_whatever_is_judged_measures_are_numbers(classes, rows, seed):
     rng = np.random.default_rng(seed)

@@ -1,6 +1,6 @@
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis.strategies import integers, sampled_from
 
 from narrowcast.workloads.lm.model import rotary_table, rotate
@@ -36,7 +36,6 @@ def test_the_table_is_the_complex_exponential_of_position_times_frequency():
     key=integers(0, LENGTH // 2 - 1),
     shift=integers(0, LENGTH // 2),
 )
-@settings(deadline=None)
 def test_the_product_of_query_and_key_depends_on_their_distance_alone(
     seed, width, query, key, shift
 ):
@@ -48,7 +47,6 @@ def test_the_product_of_query_and_key_depends_on_their_distance_alone(
 
 
 @given(seed=integers(0, 1000), position=integers(0, LENGTH - 1))
-@settings(deadline=None)
 def test_turning_keeps_the_length_of_a_vector(seed, position):
     vector = vectors(seed, 16)[0]
     assert abs(turned(vector, position).norm() - vector.norm()) <= 2 * TABLE_ERROR * vector.norm()

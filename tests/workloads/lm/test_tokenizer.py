@@ -37,14 +37,12 @@ def write_vocabulary(folder: Path, vocab: object, merges: str = "#version: 0.2\n
 
 @pytest.mark.parametrize("tokenizer", [BYTES, TRAINED], ids=["bytes", "bpe"])
 @given(words=text())
-@settings(deadline=None)
 def test_any_text_comes_back_as_it_was(tokenizer, words):
     assert tokenizer.decode(tokenizer.encode(words).tolist()) == words
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, TRAINED], ids=["bytes", "bpe"])
 @given(words=text())
-@settings(deadline=None)
 def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(tokenizer, words):
     lengths = tokenizer.byte_lengths()
     assert lengths[tokenizer.encode(words)].sum() == len(words.encode())
@@ -82,7 +80,7 @@ def test_gpt2_splits_hello_world_as_published(gpt2):
 
 @needs_gpt2
 @given(words=text())
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_gpt2_gives_any_text_back(gpt2, words):
     assert gpt2.decode(gpt2.encode(words).tolist()) == words
 

@@ -14,7 +14,7 @@ def worth_of(worth, columns):
     return worth[rows, columns[rows]].sum()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 9),
     columns=st.integers(1, 9),

@@ -29,7 +29,7 @@ def direct(u, filters, *, causal):
     causal=booleans(),
     seed=integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_equals_the_direct_sum_at_any_length(rows, channels, length, taps, chunk, causal, seed):
     generator = torch.Generator().manual_seed(seed)
     taps = taps if causal else 2 * taps - 1

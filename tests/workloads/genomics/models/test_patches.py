@@ -1,7 +1,7 @@
 """Patches against loops that cut one letter at a time."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis.strategies import booleans, integers, lists
 
 from narrowcast.workloads.genomics.models.patches import (
@@ -22,7 +22,6 @@ def cut_by_hand(wanted, *, least, most):
 
 
 @given(wanted=lists(booleans(), min_size=1, max_size=90), least=integers(1, 9), more=integers(0, 9))
-@settings(deadline=None)
 def test_bounded_starts_are_those_found_letter_by_letter(wanted, least, more):
     found = bounded(torch.tensor([wanted]), least=least, most=least + more)
     assert found[0].tolist() == cut_by_hand(wanted, least=least, most=least + more)
@@ -35,7 +34,6 @@ def test_bounded_starts_are_those_found_letter_by_letter(wanted, least, more):
     more=integers(0, 9),
     seed=integers(0, 1000),
 )
-@settings(deadline=None)
 def test_lengths_sum_to_the_letters_and_are_within_bounds(length, rows, least, more, seed):
     generator = torch.Generator().manual_seed(seed)
     real = torch.randint(1, length + 1, (rows, 1), generator=generator)
