@@ -6,6 +6,7 @@ Dropout is off wherever a model has it, so that losses of different ways can be 
 import difflib
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.bench.model import logits_loss, set_up
+from narrowcast.bench.zoo import published
 from narrowcast.bench.zoo.built import BuiltModel, build_mine, model_loss, parse_builder
-from narrowcast.bench.zoo.networks import EncoderClassifier, LstmLanguageModel, UNet
+from narrowcast.bench.zoo.networks import (
+    ActorCritic,
+    DiffusionTransformer,
+    EncoderClassifier,
+    GraphNetwork,
+    LstmLanguageModel,
+    Recommender,
+    TabularNetwork,
+    UNet,
+)
 from narrowcast.errors import ConfigError
 from narrowcast.workloads import load_recipe
 from narrowcast.workloads.genomics.models.config import GenomicConfig
@@ -189,6 +200,120 @@ def _encoder(device: torch.device, *, quick: bool) -> BuiltModel:
     )
 
 
+def _dit(device: torch.device, *, quick: bool) -> BuiltModel:
+    """Return a diffusion transformer that predicts the noise of latents."""
+    width, layers, heads, count, size = (32, 2, 4, 2, 8) if quick else (1024, 16, 16, 64, 32)
+    draw = published.Draw(device=device, quick=quick)
+    with device:
+        model = DiffusionTransformer(width, layers=layers, heads=heads, size=size)
+    latents, noise = (draw.normal(count, 4, size, size, seed=seed) for seed in (1, 2))
+    return BuiltModel(
+        model=model.train(),
+        loss_fn=lambda model, x, time, noise: F.mse_loss(model(x, time).float(), noise),
+        inputs=(latents, draw.normal(count, 256, seed=3), noise),
+    )
+
+
+def _dlrm(device: torch.device, *, quick: bool) -> BuiltModel:
+    tables, rows, width, hidden, count = (
+        (4, 50, 8, 16, 16) if quick else (26, 100_000, 128, 512, 8192)
+    )
+    draw = published.Draw(device=device, quick=quick)
+    with device:
+        model = Recommender([rows] * tables, width, dense=13, hidden=hidden)
+    return BuiltModel(
+        model=model.train(),
+        loss_fn=lambda model, dense, categories, clicks: F.binary_cross_entropy_with_logits(
+            model(dense, categories).float(), clicks
+        ),
+        inputs=(
+            draw.normal(count, 13),
+            draw.tokens(rows, count, tables),
+            draw.tokens(2, count, seed=3).float(),
+        ),
+    )
+
+
+def _graph(device: torch.device, *, quick: bool) -> BuiltModel:
+    nodes, edges, inputs, width = (50, 200, 8, 16) if quick else (170_000, 2_300_000, 128, 256)
+    draw = published.Draw(device=device, quick=quick)
+    with device:
+        model = GraphNetwork(inputs, width, layers=3, classes=40)
+    return BuiltModel(
+        model=model.train(),
+        loss_fn=lambda model, x, edges, labels: F.cross_entropy(model(x, edges).float(), labels),
+        inputs=(
+            draw.normal(nodes, inputs),
+            draw.tokens(nodes, 2, edges),
+            draw.tokens(40, nodes, seed=3),
+        ),
+    )
+
+
+def _tabular(device: torch.device, *, quick: bool) -> BuiltModel:
+    rows, features, width = (16, 8, 16) if quick else (4096, 128, 512)
+    draw = published.Draw(device=device, quick=quick)
+    with device:
+        model = TabularNetwork(features, width, layers=6, classes=10)
+    return BuiltModel(
+        model=model.train(),
+        loss_fn=lambda model, x, labels: F.cross_entropy(model(x).float(), labels),
+        inputs=(draw.normal(rows, features), draw.tokens(10, rows, seed=3)),
+    )
+
+
+def _actor_critic(device: torch.device, *, quick: bool) -> BuiltModel:
+    """Return an actor-critic network with the loss of PPO."""
+    rows, size = (4, 36) if quick else (2048, 84)
+    draw = published.Draw(device=device, quick=quick)
+    with device:
+        model = ActorCritic(width=512, actions=18, size=size)
+
+    def loss_fn(
+        model: nn.Module, screens: Tensor, actions: Tensor, advantages: Tensor, returns: Tensor
+    ) -> Tensor:
+        logits, value = model(screens)
+        chosen = logits.float().log_softmax(-1).gather(1, actions[:, None])[:, 0]
+        ratio = (chosen + math.log(18)).exp()  # the old policy drew uniformly
+        gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        loss: Tensor = 0.5 * F.mse_loss(value.float(), returns) - gain.mean()
+        return loss
+
+    return BuiltModel(
+        model=model.train(),
+        loss_fn=loss_fn,
+        inputs=(
+            draw.normal(rows, 4, size, size),
+            draw.tokens(18, rows, seed=3),
+            draw.normal(rows, seed=4),
+            draw.normal(rows, seed=5),
+        ),
+    )
+
+
+def _audio_codec(device: torch.device, *, quick: bool) -> BuiltModel:
+    """Return transformers' DAC, which compresses and restores audio."""
+    tiny = {
+        "encoder_hidden_size": 8, "downsampling_ratios": [2, 4], "decoder_hidden_size": 32,
+        "upsampling_ratios": [4, 2], "n_codebooks": 2, "codebook_size": 16, "codebook_dim": 4,
+    }  # fmt: skip
+    model = _hugging_face(device, quick=quick, name="DacModel", tiny=tiny)
+    rows, samples = (2, 512) if quick else (16, 16_384)
+
+    def loss_fn(model: nn.Module, audio: Tensor) -> Tensor:
+        result = model(audio)
+        restored = result.audio_values
+        loss: Tensor = F.l1_loss(restored, audio[:, 0, : restored.shape[-1]])
+        loss += result.loss.mean()
+        return loss
+
+    return BuiltModel(
+        model=model.train(),
+        loss_fn=loss_fn,
+        inputs=(published.Draw(device=device, quick=quick).normal(rows, 1, samples),),
+    )
+
+
 _LLAMA_348M = {
     "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 2816,
     "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000,
@@ -294,6 +419,37 @@ ZOO: Mapping[str, ZooEntry] = {
     ),
     "encoder": ZooEntry(about="nn.TransformerEncoder, 12 × 1024, 32 × 512", build=_encoder),
     "gpt-406m": ZooEntry(about="the plain GPT of lm/gpt-350m, 16 × 1024 tokens", build=_gpt),
+    "dit": ZooEntry(about="a diffusion transformer, 16 × 1024, 64 latents of 32²", build=_dit),
+    "dlrm": ZooEntry(about="a recommender with 26 tables of 100,000 rows, 8192 rows", build=_dlrm),
+    "gnn": ZooEntry(about="GraphSAGE, 3 × 256, 170,000 nodes, 2.3 M edges", build=_graph),
+    "tabular": ZooEntry(about="a residual MLP with batch norm, 4096 rows", build=_tabular),
+    "actor-critic": ZooEntry(about="PPO on 2048 × 4 × 84² screens", build=_actor_critic),
+    "dac": ZooEntry(
+        about="transformers' audio codec DAC, 16 × 1 s", build=_audio_codec, transformers=True
+    ),
+    **{
+        name: ZooEntry(about=f"transformers' {about}", build=build, transformers=True)
+        for name, about, build in (
+            ("t5-base", "T5, 16 × (512 → 128) tokens", published.T5_BASE),
+            ("whisper-small", "Whisper, 8 × 3000 frames → 128 tokens", published.WHISPER_SMALL),
+            ("wav2vec2-base", "wav2vec 2.0 with CTC, 16 × 5 s", published.WAV2VEC2_BASE),
+            ("convnext-b", "ConvNeXt, 64 × 224², channels last", published.CONVNEXT_B),
+            ("swin-b", "Swin, 64 × 224²", published.SWIN_B),
+            ("segformer-b2", "SegFormer, 16 × 512²", published.SEGFORMER_B2),
+            ("detr-r50", "DETR with ResNet-50, 8 × 640²", published.DETR_R50),
+            ("clip-b16", "CLIP with ViT-B/16, 128 pairs", published.CLIP_B16),
+            ("videomae-b", "VideoMAE, 8 × 16 frames of 224²", published.VIDEOMAE_B),
+            ("deberta-v3-base", "DeBERTa, 32 × 256 tokens", published.DEBERTA_V3_BASE),
+            ("esm2-150m", "ESM-2, 16 × 512 amino acids", published.ESM2_150M),
+            ("mamba2-130m", "Mamba 2, 4 × 1024 tokens", published.MAMBA2_130M),
+            ("patchtst", "PatchTST, 128 × 7 series", published.PATCHTST),
+            ("gemma3-0.5b", "Gemma 3 of 0.5 B, 8 × 1024 tokens", published.GEMMA3_HALF_B),
+            ("qwen3-0.6b", "Qwen3-0.6B, 8 × 1024 tokens", published.QWEN3_0_6B),
+            ("phi3-0.9b", "Phi-3 of 0.95 B, 8 × 1024 tokens", published.PHI3_0_9B),
+            ("mixtral-350m", "Mixtral of 348 M, 8 × 1024 tokens", published.MIXTRAL_350M),
+            ("qwen3-moe-0.9b", "Qwen3 MoE of 0.9 B, 8 × 1024 tokens", published.QWEN3_MOE_0_9B),
+        )
+    },
 }
 
 
