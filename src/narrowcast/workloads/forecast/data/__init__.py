@@ -1,0 +1,1 @@
+"""Time series: read, check, fill, split."""
