@@ -122,7 +122,7 @@ _HOMES = {
     "dequantize_frozen": "precision.weights.frozen_base",
     "write_report": "runner.report_sections:write_run_report",
 }
-"""Every public name, the module it lives in, and what it is called there if not the same."""
+"""Every public name, its module, and its name there if that differs."""
 
 _MODULES = ("errors", "numerics")
 """Public modules, imported when first used too."""

@@ -229,7 +229,7 @@ def _key(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as the command line takes it: text as it is, all else as JSON."""
+    """Return a value as the command line takes it: text unchanged, everything else as JSON."""
     if isinstance(value, str | Path):
         return str(value)
     if isinstance(value, Iterable) and not isinstance(value, Mapping):

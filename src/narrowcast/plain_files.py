@@ -1,4 +1,4 @@
-"""Files that somebody named, opened only where they are files, and read only as far as they may be.
+"""Opens paths from the user only if they are regular files, and limits how much is read.
 
 A pipe, a socket or a device might never end, or never begin. All that is wrong with a name or with
 what it leads to is an OSError, whose `strerror` says it.
@@ -37,7 +37,7 @@ _KINDS = (
 
 
 def expand_path(text: str | Path) -> Path:
-    """Return the path that `text` means; ~ is the user's folder, unless there is no such user."""
+    """Return `text` as a path; ~ is the user's folder, unless there is no such user."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -45,7 +45,7 @@ def expand_path(text: str | Path) -> Path:
 
 
 def stat_or_none(path: Path) -> os.stat_result | None:
-    """Return what `path` leads to, or None where nothing has that name.
+    """Return the status of `path`, or None if it does not exist.
 
     A link that leads nowhere, or in a circle, is there and cannot be read.
     """
@@ -58,7 +58,7 @@ def stat_or_none(path: Path) -> os.stat_result | None:
 
 
 def open_plain(path: Path, *, follow: bool = False) -> FileIO:
-    """Open `path` for reading without a buffer; raise OSError where it is no plain file.
+    """Open `path` for unbuffered reading; raise OSError if it is not a regular file.
 
     `follow`: the target of a link will do.
     """
@@ -84,7 +84,7 @@ def read_plain(path: Path, *, most: int = sys.maxsize) -> bytes:
             content = file.readall()
         except (MemoryError, OverflowError):
             raise OSError(errno.ENOMEM, "it is larger than the memory", str(path)) from None
-    _require_size(len(content), most, path)  # some files, such as those of /proc, say 0 before
+    _require_size(len(content), most, path)  # files in /proc report 0
     return content
 
 

@@ -1,4 +1,4 @@
-"""Who takes part in `bench step`: policies of this library, and peers by name."""
+"""The contenders of `bench step`: policies of this library, and peers by name."""
 
 import difflib
 import importlib.util
@@ -111,7 +111,7 @@ _DEFAULT_POLICIES = {
 def select_contenders(
     *, peers: str | None, policies: str | None, device_type: str
 ) -> tuple[Contender, ...]:
-    """Return who takes part; None stands for the default of the device.
+    """Return the contenders; None means the default of the device.
 
     `peers` is `a,b,…`, `all` or `none`. `policies` is `bf16 | bf16, params=bf16` or `none`.
     """

@@ -24,7 +24,7 @@ class Result:
 
     contender: Contender
     failure: str = ""
-    """Why there are no measurements."""
+    """Reason for missing measurements."""
     log: list[str] = field(default_factory=list)
     """The end of a failed worker's log."""
     setup: dict[str, Any] = field(default_factory=dict)

@@ -29,7 +29,7 @@ class Worker:
     ) -> None:
         """Start it; `cold` gives it empty compiler caches of its own."""
         self.failure = ""
-        """Why there are no more answers."""
+        """Reason why the process stopped responding."""
         self._timeout_seconds = timeout_seconds
         self._killed = False
         folder.mkdir(parents=True, exist_ok=True)

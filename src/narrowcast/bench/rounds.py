@@ -39,7 +39,7 @@ CONTEXT_BYTES = 600 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """Settings of `bench step`; None stands for the default of the device."""
+    """Settings of `bench step`; None means the default of the device."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ def measure_steps(request: BenchRequest, *, log: Log) -> Figures:
 
 @final
 class Rounds:
-    """The processes of a group of contenders, and those who wait for the next group."""
+    """The processes of a group of contenders, and the contenders of later groups."""
 
     def __init__(
         self,

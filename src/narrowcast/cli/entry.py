@@ -41,7 +41,7 @@ VERBS = (
     verify_resume,
     schema,
 )
-"""In the order somebody new meets them, which is the order of the help."""
+"""In the order of the help: what a new user needs comes first."""
 
 
 class _Commands(click.Group):

@@ -29,6 +29,6 @@ def schema() -> None:
     for workload in REGISTRY.workloads():
         try:
             known[workload.name] = workload_sections(workload.name)
-        except NarrowcastError as error:  # somebody else's, and no reason to have no schema
+        except NarrowcastError as error:  # of a broken installed workload
             click.echo(f"narrowcast: {error}", err=True)
     click.echo(json.dumps(recipe_schema(known), indent=2))

@@ -1,4 +1,4 @@
-"""A run shown on the terminal: what it is, each record as it comes, and what came of it."""
+"""Shows a run on the terminal: its settings, each record, and the result."""
 
 from collections import Counter
 from collections.abc import Sequence

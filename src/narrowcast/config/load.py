@@ -32,13 +32,13 @@ SectionsOf = Callable[[str], Sections]
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe, and who set each of its values."""
+    """A recipe, and the source of each value."""
 
     recipe: Recipe
     origins: dict[str, str]
     """Dotted key to `default`, the name of a file, `command line`, or `task` and its name."""
     text: str
-    """The recipe file as it was given."""
+    """The recipe file as the user named it."""
 
     def for_samples(self, samples: int) -> LoadedRecipe:
         """Return it with the steps that its epochs have over so many samples."""

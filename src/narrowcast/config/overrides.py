@@ -213,7 +213,7 @@ class _Raw:
         return cls(text, document.value, tuple(problem for _, problem in document.problems))
 
     def fitting(self, annotation: object) -> object:
-        """Return the text as it is if the setting takes text, else its YAML value."""
+        """Return the text unchanged if the setting takes text, else its YAML value."""
         plain = isinstance(self.parsed, str) and self.text.lstrip()[:1] not in ("'", '"')
         if plain or takes_text(self.parsed, annotation):
             return self.text.strip()

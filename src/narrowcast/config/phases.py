@@ -64,7 +64,7 @@ class PhaseSection(Section):
 
 
 def last_step(until: Until | None, *, steps: int) -> int | None:
-    """Return the last step of a phase; None where that is not known before the run."""
+    """Return the last step of a phase; None if that is not known before the run."""
     match until:
         case str():
             return round(float(until.removesuffix("%")) / 100 * steps)

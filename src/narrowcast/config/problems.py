@@ -31,7 +31,7 @@ def shown_path(path: str | Path) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `value` as somebody would write it in a recipe, shortened."""
+    """Return `value` as it is written in a recipe, shortened."""
     match value:
         case None:
             text = "none"
@@ -51,7 +51,7 @@ def shown(value: object) -> str:
 
 
 def written(value: object) -> str:
-    """Return `value` as it stands behind the = of a command line."""
+    """Return `value` as it is written after = on the command line."""
     return shortened(value) if isinstance(value, str) else shown(value)
 
 

@@ -41,7 +41,7 @@ class Registry:
 
     @property
     def names(self) -> list[str]:
-        """Every name that a recipe may give, those of the package first."""
+        """Every workload name, with those of the package first."""
         return [*self._built_in, *(name for name in self._entries if name not in self._built_in)]
 
     def workload(self, name: str) -> Workload:
@@ -63,7 +63,7 @@ class Registry:
         return {name: owner for name, owner in results.items() if not self.clash(name)}
 
     def clash(self, command: str) -> str:
-        """Return why nobody brings a command that several would; empty where that is not so."""
+        """Return why a command that several workloads define is not offered; empty if it is."""
         owners = self._owners().get(command, [])
         if len(owners) < 2 or owners[0].name in self._built_in:
             return ""
@@ -92,7 +92,7 @@ class Registry:
         return clashes
 
     def recipe_files(self) -> dict[str, Path]:
-        """Return the file of every recipe; those of an installed workload begin with its name."""
+        """Return the file of every recipe; recipes of an installed workload begin with its name."""
         files: dict[str, Path] = {}
         for workload in self.workloads():
             for name, path in recipes_in(workload.recipes).items():
@@ -108,7 +108,7 @@ class Registry:
         return results
 
     def _owners(self) -> dict[str, list[Workload]]:
-        """Return the workloads that bring each command, those of the package first."""
+        """Return the workloads that define each command, with those of the package first."""
         results: dict[str, list[Workload]] = {}
         for workload in self.workloads():
             for command in workload.commands:
@@ -170,6 +170,6 @@ def recipes_in(folder: Path | None) -> dict[str, Path]:
 
 
 def read_description(path: Path) -> str:
-    """Return the line by which a recipe says what it is."""
+    """Return the line that describes a recipe."""
     value = parse(path.read_text(encoding="utf-8")).value
     return str(value.get("description", "")) if isinstance(value, dict) else ""

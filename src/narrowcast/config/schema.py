@@ -53,7 +53,7 @@ def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
                 "if": {"properties": {"workload": {"const": name}}, "required": ["workload"]},
                 "then": {
                     "properties": {
-                        # A section of another workload is no setting of this one.
+                        # This workload does not have the sections of other workloads.
                         section: _section(references, added.by_name[section])
                         if section in added.by_name
                         else False

@@ -13,7 +13,7 @@ from narrowcast.errors import ConfigError
 from narrowcast.plain_files import expand_path, read_pipe, read_plain, stat_or_none
 
 SILENCE_SECONDS = 5
-"""After which nobody is thought to write to a pipe any more."""
+"""Time without data after which a pipe counts as abandoned."""
 
 
 @dataclass(frozen=True)

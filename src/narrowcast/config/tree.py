@@ -96,7 +96,7 @@ def takes_text(value: object, annotation: object) -> bool:
 
 
 def entry_type(annotation: object) -> object | None:
-    """Return what the values of a mapping setting must be; None where it is no mapping."""
+    """Return the type of the values of a mapping; None if the setting is not a mapping."""
     for option in plain_types(annotation):
         if get_origin(option) in (dict, Mapping):
             entry: object = get_args(option)[1]
@@ -121,7 +121,7 @@ def plain_types(annotation: object) -> list[Any]:
 
 
 def section_in(annotation: object) -> type[BaseModel] | None:
-    """Return the section that the items of a list setting are; None where they are none."""
+    """Return the section class of the items of a list; None if they are not sections."""
     item = _item_type(plain_types(annotation), 0)
     return item if _is_section(item) else None
 

@@ -152,7 +152,7 @@ _KINDS = {
     "model_type": "a mapping",
     "missing": "a longer list",
 }
-"""Types in words, for which pydantic has those of JSON."""
+"""Names of types; pydantic's messages use those of JSON."""
 _BOUNDS = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",

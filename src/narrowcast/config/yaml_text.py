@@ -29,12 +29,12 @@ class Document:
     lines: dict[KeyPath, int]
     """The line, counted from 1, of every key of every mapping."""
     problems: list[tuple[int, str]]
-    """Line and text of whatever could be read but has no meaning."""
+    """Line and text of values that were parsed but cannot be used."""
 
 
 @final
 class YamlError(ConfigError):
-    """A text that is not YAML, and the line where that shows."""
+    """Invalid YAML, and the line of the error."""
 
     def __init__(self, message: str, line: int) -> None:
         super().__init__(message)
@@ -74,7 +74,7 @@ def parse(text: str) -> Document:
 
 
 def parse_scalar(text: str) -> object:
-    """Return what the plain scalar `text` stands for in the core schema of YAML 1.2."""
+    """Return the value of the plain scalar `text` in the core schema of YAML 1.2."""
     for pattern, build in _CORE_SCHEMA:
         if pattern.fullmatch(text):
             return build(text)

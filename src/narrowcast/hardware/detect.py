@@ -117,7 +117,7 @@ def _kind(device: str) -> str:
     try:
         return torch.device(device).type
     except RuntimeError:
-        return ""  # torch's own list of what it might mean helps nobody
+        return ""  # torch's list of possible causes does not help here
 
 
 def _require_index(device: str) -> None:

@@ -41,7 +41,7 @@ class StepProfile:
             self.close()
 
     def close(self) -> None:
-        """Write what there is; nothing where it was not begun, or is written already."""
+        """Write the profile unless it was never started or is written already."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

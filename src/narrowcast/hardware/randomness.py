@@ -40,7 +40,7 @@ class RandomState:
 
 @dataclass(frozen=True, kw_only=True)
 class AllRandomState:
-    """Where torch's generators stood, and those of Python and NumPy."""
+    """The states of the random generators of torch, Python and NumPy."""
 
     of_torch: RandomState
     of_python: Any
@@ -136,7 +136,7 @@ def restore_randomness(state: dict[str, Any], device: torch.device) -> bool:
 
 
 def device_state(device: torch.device) -> Tensor | None:
-    """Return the state of a device's own generator; None where it draws from torch's CPU one."""
+    """Return the state of a device's generator; None if it uses torch's CPU generator."""
     match device.type:
         case "cuda":
             return torch.cuda.get_rng_state(device)

@@ -50,7 +50,7 @@ class Speeds:
     def gain(
         self, kind: str, *, tokens: int, inputs: int, outputs: int, against: str = "bf16"
     ) -> float | None:
-        """Return the time of bf16 over that of a kind for a shape; None where it is not known."""
+        """Return the speedup over bf16 for a shape; None if it was not measured."""
         shape = (tokens, inputs, outputs)
         wide, narrow = self._log_seconds(against, shape), self._log_seconds(kind, shape)
         return None if wide is None or narrow is None else math.exp(wide - narrow)
@@ -70,7 +70,7 @@ class Speeds:
         return saved < host - plain and math.exp(narrow) < HIDDEN * host
 
     def _log_seconds(self, kind: str, shape: tuple[int, int, int]) -> float | None:
-        """Return the logarithm of a time, between those of the shapes around it in the table."""
+        """Return the logarithm of a time, interpolated between neighbouring shapes."""
         if kind not in self.seconds:
             return None
         axes = (self.tokens, self.inputs, self.outputs)

@@ -1,4 +1,4 @@
-"""Copies between host and device that go on beside the computation."""
+"""Copies between host and device that overlap with computation."""
 
 from collections.abc import Iterable, Mapping
 from typing import final

@@ -37,7 +37,7 @@ class CpuTrial:
 
     died: bool
     slowdown: float
-    """Its time over that of the fp32 product; 0 where it died."""
+    """Its time relative to the fp32 product; 0 if the process died."""
 
 
 def try_products(formats: Sequence[str], *, store: Path | None = None) -> Mapping[str, CpuTrial]:

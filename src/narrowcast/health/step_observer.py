@@ -68,7 +68,7 @@ _GRAD_SCALER = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 def _operands(name: str, args: Sequence[Any], *, custom: bool) -> list[Tensor] | None:
-    """Return what an operator multiplies; None where it is no product."""
+    """Return the operands of a product; None for other operators."""
     positions: Sequence[int] | None = None if custom else _OPERANDS.get(name)
     if positions is None:
         if not (_CUSTOM if custom else _ATTENTION).search(name):
@@ -84,7 +84,7 @@ def _operands(name: str, args: Sequence[Any], *, custom: bool) -> list[Tensor] |
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, output: Any) -> int:
-    """Return the floating-point operations of a product; 0 where nobody knows."""
+    """Return the floating-point operations of a product; 0 if unknown."""
     formula = flop_registry.get(getattr(func, "overloadpacket", func))
     if formula is not None:
         try:
@@ -372,7 +372,7 @@ class _Gradients:
                 self._read(weight)
 
     def after_optimizer(self, optimizer: Any) -> None:
-        """Count the passes of the next step anew."""
+        """Restart the count of passes for the next step."""
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 self._passes.pop(weight, None)

@@ -1,4 +1,4 @@
-"""A prepared run inside somebody else's training loop: Lightning, transformers or accelerate.
+"""A prepared run inside the training loop of Lightning, transformers or accelerate.
 
 The host trainer owns the loop and calls `autocast`, `backward`, `clip_norm` and `step` in its own
 order. Nothing here waits for the device unless the host trainer reads a number.

@@ -76,7 +76,7 @@ def _can_chunk(hidden: Tensor) -> bool:
 
 @final
 class _HeadKernel:
-    """Stands for TRL's autograd function in one model."""
+    """Replaces TRL's autograd function in one model."""
 
     def __init__(self, model: nn.Module, theirs: Any, *, equal_tokens: bool) -> None:
         self._model, self._theirs, self._equal_tokens = model, theirs, equal_tokens

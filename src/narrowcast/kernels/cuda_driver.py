@@ -24,7 +24,7 @@ _USUAL = {
     "global_scratch_size": 0,
     "profile_scratch_size": 0,
 }
-"""Settings of a kernel that is launched by one call and no more."""
+"""Settings of a kernel that takes a single launch call."""
 # What Triton adds to a kernel's arguments: memory to be used as it likes, of which our kernels have
 # none. CUDA takes as many as a kernel has, so that one too many does no harm.
 _ADDED = 4
@@ -98,7 +98,7 @@ class _Room(threading.local):
 
 
 def driver_launch(compiled: Any) -> DriverLaunch | None:
-    """Return how to launch a kernel on the current device; None where that is Triton's to do."""
+    """Return a launcher for a kernel on the current device; None if Triton must launch it."""
     saved = None if _driver() is None else argument_indices(compiled)
     if saved is None:
         return None
@@ -144,7 +144,7 @@ def is_set(hook: Any) -> bool:
 
 @functools.cache
 def _driver() -> Any:
-    """Return CUDA's driver; None where it is not to be found under its name, or is older."""
+    """Return the CUDA driver; None if it is not found under its name, or too old."""
     with contextlib.suppress(OSError, AttributeError):
         # Python's lock is not held in a call: a launch waits while a thousand others do.
         driver = ctypes.CDLL("libcuda.so.1")

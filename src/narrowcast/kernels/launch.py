@@ -37,7 +37,7 @@ def interpreted() -> bool:
 
 
 def unsupported_reason(device: torch.device) -> str:
-    """Return why no kernel can run on a device; nothing where it can."""
+    """Return why kernels cannot run on a device; empty if they can."""
     if not _triton_is_installed():
         return "Triton is not installed"
     if device.type != "cuda" and not interpreted():
@@ -176,7 +176,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @final
 class _KernelLaunch:
-    """Launches what Triton has compiled: by CUDA's own call, or Triton's where that will not do."""
+    """Launches compiled Triton kernels with CUDA's launch call, or with Triton's if needed."""
 
     def __init__(self, compiled: Any) -> None:
         from triton import knobs
@@ -211,7 +211,7 @@ def _check_devices(device: int, tensors: tuple[Tensor, ...]) -> None:
 
 
 def specialised(tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return what differs wherever Triton would take another kernel for these arguments."""
+    """Return a key that differs whenever Triton would compile another kernel."""
     aligned = [each.data_ptr() % _ALIGNED == 0 for each in tensors]
     kinds = [(n % _ALIGNED == 0, n == 1, -_INT32 <= n < _INT32) for n in sizes]
     return *[each.dtype for each in tensors], *aligned, *kinds
@@ -247,7 +247,7 @@ class TensorAddresses:
     addresses: list[int]
     dtypes: list[torch.dtype]
     table: Tensor | None = None
-    """The addresses on the device, in what a captured step writes anew whenever it is replayed."""
+    """The addresses on the device, in memory that each replay of a captured step rewrites."""
 
     def matches(self, tensors: Sequence[Tensor]) -> bool:
         return are_same(tensors, self.tensors)
@@ -353,7 +353,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def laid_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return `tensor` with its elements in memory as those of `other`; itself where they are."""
+    """Return `tensor` in the memory layout of `other`; itself if it has that layout."""
     if lies_like(tensor, other):
         return tensor
     return torch.empty_like(other, dtype=tensor.dtype).copy_(tensor)

@@ -40,7 +40,7 @@ def snr_db(reference: Tensor, approximation: Tensor) -> float:
 
 
 def _rank(x: Tensor, target: Format) -> Tensor:
-    """Return where each value of `x` stands among those of `target`, counted from zero."""
+    """Return the index of each value of `x` among the values of `target`."""
     rounded = round_to(x, target, saturate=True).nan_to_num()
     power = rounded.view(DOUBLE.int_dtype).bitwise_and(DOUBLE.exponent_mask).view(x.dtype)
     power = power.clamp(min=target.smallest_normal)

@@ -29,7 +29,7 @@ class Format:
     has_infinity: bool
     """Whether overflow has an infinity to go to; without one it becomes NaN."""
     dtype: torch.dtype | None
-    """The torch dtype that stores its values one by one, or None where torch has none."""
+    """The torch dtype that stores single values, or None if torch has none."""
 
     @property
     def bits(self) -> int:
@@ -154,7 +154,7 @@ E5M2 = Format(
     dtype=torch.float8_e5m2,
 )
 # OCP microscaling specification, version 1.0: e2m1 has neither infinity nor NaN. torch's own
-# float4_e2m1fn_x2 packs two values an element and has no arithmetic, so it stores nothing for us.
+# float4_e2m1fn_x2 packs two values per element and has no arithmetic, so it is not used.
 E2M1 = Format(
     name="e2m1",
     exponent_bits=2,

@@ -26,7 +26,7 @@ SMALLEST_BYTES = 4 * 2**20
 
 
 def empty_on_large_pages(x: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Return what `torch.empty_like` does, on large pages where that can help."""
+    """Like `torch.empty_like`, on huge pages if they can help."""
     out = torch.empty_like(x, dtype=dtype)
     # A subclass may have no memory of its own, as torch's fake tensors.
     plain = type(out) is Tensor and out.device.type == "cpu"
@@ -156,7 +156,7 @@ def in_pieces(x: Tensor, apply: Apply, *, scratch: torch.dtype, dtype: torch.dty
 def in_row_pieces(
     rows: Tensor, scales: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Return `apply(rows, scales)`, which treats rows alike, in pieces where that is faster."""
+    """Return `apply(rows, scales)`, computed in chunks of rows if that is faster."""
     if not goes_in_pieces(rows):
         return apply(rows, scales)
     flat = rows.reshape(-1, rows.shape[-1])

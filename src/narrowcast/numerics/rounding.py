@@ -241,12 +241,12 @@ def join(weight: Tensor, low: Tensor) -> Tensor:
 
 
 def fitting_master(weight: Tensor, master: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return an fp32 master weight, or the weight itself where it is not the nearest to it."""
+    """Return an fp32 master weight, or the weight itself if it is not the nearest to it."""
     return torch.where(nearest(master, weight.dtype) == weight, master, weight, out=out)
 
 
 def fitting_compensation(weight: Tensor, error: Tensor) -> Tensor:
-    """Return a weight's rounding error, kept in its format, or zero where it is another's."""
+    """Return a weight's rounding error, kept in its format, or zero if it is another's."""
     # A little less of it, so that half a spacing does not round to the neighbour.
     nearly = weight.float() + error.float() * (1 - 2.0**-8)
     return torch.where(nearest(nearly, weight.dtype) == weight, error, 0)

@@ -12,9 +12,9 @@ from narrowcast.kernels.launch import PLAIN
 
 
 def as_sharded(tensor: Tensor) -> Any:
-    """Return a tensor that is sharded over devices (a DTensor) as one, and None for any other.
+    """Return `x` as a DTensor if it is one, else None.
 
-    Does not import its module, which takes a second: whoever has a DTensor has imported it.
+    Does not import its module, which takes a second: if there is a DTensor, it is imported already.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
@@ -156,7 +156,7 @@ def placed_like(local: Tensor, other: Tensor) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return a sharded tensor with the shards of `other`, and any other as it is."""
+    """Redistribute a sharded tensor like `other`; return any other tensor unchanged."""
     sharded, wanted = as_sharded(tensor), as_sharded(other)
     if sharded is None or wanted is None:
         return tensor

@@ -58,7 +58,7 @@ def first_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def cast_first_float(value: Any, dtype: torch.dtype) -> Any:
-    """Return what a call gave with its first floating-point tensor cast; the rest as it is."""
+    """Cast the first floating-point tensor of a result; the rest is unchanged."""
     if isinstance(value, Tensor):
         return value if value.dtype == dtype or not value.is_floating_point() else value.to(dtype)
     first = next((t for t in tensors_in(value) if t.is_floating_point()), None)
@@ -78,7 +78,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def copy_tensors(into: Any, source: Any) -> None:
-    """Write the tensors of one value into those of another that is built alike."""
+    """Copy the tensors of one value into another of the same structure."""
     if isinstance(into, Tensor):
         into.copy_(source, non_blocking=True)
     elif isinstance(into, tuple | list):
@@ -90,7 +90,7 @@ def copy_tensors(into: Any, source: Any) -> None:
 
 
 def outline(value: Any) -> Any:
-    """Return how a value is built: shape and dtype in each tensor's place, the rest as it is."""
+    """Return the structure of a value: shape and dtype for tensors, the rest unchanged."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, tuple | list):
@@ -101,7 +101,7 @@ def outline(value: Any) -> Any:
 
 
 def constants_in(value: Any) -> list[Any]:
-    """Return what is no tensor in a value: numbers and words that a loss is told by the host."""
+    """Return the leaves of a value that are not tensors, such as numbers and strings."""
     if isinstance(value, Tensor):
         return []
     if isinstance(value, tuple | list):
@@ -112,7 +112,7 @@ def constants_in(value: Any) -> list[Any]:
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a value is built of, each with what it is called: types of containers too."""
+    """Yield the parts of a value with their paths, including container types."""
     if isinstance(value, Mapping):
         yield name, type(value)
         for key, item in value.items():

@@ -39,7 +39,7 @@ class QuantizedFrozenInfo:
     """Whether the layer has its weight as (inputs, outputs)."""
     products: Products = "auto"
     snr_db: float | None = None
-    """Signal to noise of what is kept; none where nobody has measured it."""
+    """Signal-to-noise ratio of the stored weight; None if not measured."""
 
 
 class QuantizedFrozenLayer(nn.Module):
@@ -119,7 +119,7 @@ class QuantizedFrozenLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Be copied and pickled as what it is, by the class it had."""
+        """Copy and pickle as the original class."""
         state = dict(self.__dict__)
         return _empty_layer, (self.nc_plain_layer,), state
 
@@ -209,7 +209,7 @@ class _ShownWeight(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Compute as with any tensor, but let nothing be written to what nobody will read."""
+        """Compute as with any tensor, but raise for in-place writes, which would be lost."""
         with torch._C.DisableTorchFunctionSubclass():
             shown = args[0] if args and isinstance(args[0], cls) else None
             if shown is not None and func == Tensor.data.__set__:  # type: ignore[attr-defined]

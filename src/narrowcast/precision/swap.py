@@ -98,7 +98,7 @@ def restore_module(module: nn.Module) -> None:
             # Put there since: it calls ours, which must not call it.
             attributes[_KEPT] = True
         set_class(module, plain)
-        # Not another dict: somebody may hold this one.
+        # The same dict, since other code may hold a reference to it.
         for name in module.__dict__.keys() - attributes.keys():
             del module.__dict__[name]
         module.__dict__.update(attributes)
@@ -111,7 +111,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether somebody has put a `forward` on this one module, in place of its class's."""
+    """Return whether this module has a `forward` of its own instead of its class's."""
     return "forward" in module.__dict__ or "nc_forward" in module.__dict__
 
 
@@ -168,7 +168,7 @@ def _joined(mixin: Any, plain: Any) -> type[nn.Module]:
     most_plain = _most_plain(plain)
 
     def new(_: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        # Those who write a copy of their own say `cls.__new__(cls)`.
+        # A custom `__copy__` calls `cls.__new__(cls)`.
         return most_plain.__new__(most_plain, *args, **kwargs)
 
     namespace = {
@@ -229,7 +229,7 @@ def _own_forward(forward: Any, plain: Any) -> Any:
 
 
 def fused_mlp_layers(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of the two linear layers of a promised chain; none where there is none."""
+    """Return the names of the two linear layers of a declared chain; empty without one."""
     chain: tuple[str, str, str] | None = getattr(type(module), "fused_mlp", None)
     if chain is None or chain[1] != "gelu" or not _keeps_its_promise(module):
         return None
@@ -237,7 +237,7 @@ def fused_mlp_layers(module: nn.Module) -> tuple[str, str] | None:
 
 
 def is_watched(*layers: nn.Module) -> bool:
-    """Return whether somebody wants to see what goes in or out of one of these layers."""
+    """Return whether one of these layers has hooks."""
     return any(
         layer._forward_hooks
         or layer._forward_pre_hooks

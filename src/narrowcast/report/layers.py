@@ -30,7 +30,7 @@ class InForce:
     """The state at the end of the records."""
 
     policy: Change | None
-    """Of the whole model; None where it never changed."""
+    """Of the whole model; None if it never changed."""
     modules: Mapping[str, Change]
     """Of modules that the last change of the whole model changed, or one by name since then."""
 
@@ -204,7 +204,7 @@ def _layer(alike: Sequence[Mapping[str, Any]], changes: Sequence[Change | None])
 
 
 def _loss(alike: Sequence[Mapping[str, Any]]) -> str:
-    """Return the error of quantized weights, where that is known."""
+    """Return the error of quantized weights, if known."""
     stored = [module.get("quantized") for module in alike]
     matches = [each.get("snr_db") for each in stored if isinstance(each, Mapping)]
     return decibel_range([value for value in matches if isinstance(value, float)])

@@ -48,7 +48,7 @@ def duration(seconds: float) -> str:
 
 
 def value(x: float) -> str:
-    """Write a measured value to four significant digits; say so where it is not a number."""
+    """Format a measured value to four significant digits; NaN and inf are named."""
     if math.isnan(x):
         return "not a number"
     if math.isinf(x):
@@ -83,7 +83,7 @@ def scale(x: float) -> str:
 
 
 def at_scale(x: float) -> str:
-    """Write the loss scale something happened at; nothing where the loss was not scaled."""
+    """Format the loss scale of an event; empty if the loss was not scaled."""
     return "" if x == 1 else f", with the loss scale at {scale(x)}"
 
 
@@ -135,7 +135,7 @@ def _with_unit(n: float, *, base: float, units: tuple[str, ...]) -> str:
 
 
 def policies(policy: str, schedule: object) -> str:
-    """Return the policy of a run, or those of its phases in their order: `fp32 → fp8-row`."""
+    """Return the policy of a run, or of its phases in order: `fp32 → fp8-row`."""
     return " → ".join(name for name, _ in _phases(policy, schedule))
 
 

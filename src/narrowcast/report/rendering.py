@@ -102,7 +102,7 @@ def packed_plotly() -> tuple[str, str]:
 
 @cache
 def asset(name: str) -> Markup:
-    """Read one of the page's own files, to be put into it as it is."""
+    """Read one of the page's own files, to be inlined."""
     text = files("narrowcast.report").joinpath("templates", name).read_text(encoding="utf-8")
     return Markup(text)
 

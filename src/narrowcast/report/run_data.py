@@ -97,7 +97,7 @@ class RunData:
 
     @property
     def headline(self) -> Metric | None:
-        """The metric the run is judged by; None where it was never evaluated."""
+        """The headline metric of the run; None if it was never evaluated."""
         return headline_metric(self.task, self.metrics)
 
     @property
@@ -145,7 +145,7 @@ class RunData:
 
     @property
     def gave_up(self) -> int:
-        """Count the overflows at one scale after which a run gave up; 0 where it did not."""
+        """Count the overflows at one scale after which a run gave up; 0 if it did not."""
         patience = self.setting("precision.loss_scale.max_skipped_steps")
         if not self.steps or len(self.steps) >= self.requested_steps:
             return 0

@@ -35,7 +35,7 @@ class RunEnding:
     label: str
     tone: Tone
     advice: str = ""
-    """A sentence or two; empty where nothing needs doing."""
+    """A sentence or two; empty if nothing needs doing."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def _memory_fact(data: RunData) -> list[Fact]:
 
 
 MOST_FINDINGS = 3
-"""Told one by one in the headline; the table below has them all."""
+"""Listed one by one in the headline; the table below has them all."""
 INJECTED = "fault injected"
 """Name of a fault that the recipe requests."""
 

@@ -90,7 +90,7 @@ def eval_table(data: RunData) -> tuple[list[str], list[list[str]]]:
 
 
 def directions(data: RunData) -> str:
-    """Return which way is better for each ranked metric; empty where lower is for all."""
+    """Return which way is better for each ranked metric; empty if lower is for all."""
     metrics = {name: data.task.metric(name) for name in data.metrics}
     ways = {name: metric.better for name, metric in metrics.items() if metric.ranked}
     if "higher" not in ways.values():
@@ -144,7 +144,7 @@ def bytes_by_role(plan: Mapping[str, Any]) -> tuple[list[Bytes], str]:
 
 
 def settings(data: RunData) -> tuple[list[SettingRow], list[SettingRow]]:
-    """List the recipe: what somebody set, and what was left at its default."""
+    """List the recipe: settings that were set, then defaults."""
     result = [
         SettingRow(key, written(entry.get("value")), str(entry.get("origin", "")))
         for key, entry in data.settings.items()
@@ -198,7 +198,7 @@ def _flattened(results: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def speed_table(data: RunData) -> list[tuple[str, str, str]]:
-    """List what took time: a name, a figure, and what it is of; empty before the first step."""
+    """List what took time, as name, value and share; empty before the first step."""
     seconds = [r.seconds for r in data.steps if math.isfinite(r.seconds)]
     total = math.fsum(seconds)
     if total <= 0:

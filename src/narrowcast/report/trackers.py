@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Tracker(Protocol):
-    """Somebody else's program that stores records; it may raise anything."""
+    """A third-party program that stores records; it may raise anything."""
 
     def take(self, record: Record) -> None:
         """Take the next record."""
@@ -68,7 +68,7 @@ class Trackers:
         self._open.clear()
 
     def _tried(self, name: str, deed: Callable[[], T]) -> T | None:
-        # The one place where any exception is caught: what somebody else's program raises must
+        # The one place where any exception is caught: an error of a third-party program must
         # not end a run of days, whatever it is.
         try:
             return deed()
@@ -167,7 +167,7 @@ class TensorBoard:
         for name, text in record_text(record).items():
             self._writer.add_text(name, text, record.step)
         if isinstance(record, CheckpointRecord):
-            # A run that is killed goes on from here, and nobody would write these steps again.
+            # A killed run resumes from here and would not write these steps again.
             self._writer.flush()
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ def _wait_past(name: str) -> None:
 
 
 def import_wandb() -> Any:
-    """Import wandb so that it calls nobody: not even to report its own errors."""
+    """Import wandb without network access, including its error reports."""
     # Read when wandb is imported and when it starts its helper process.
     os.environ["WANDB_MODE"] = "offline"
     os.environ["WANDB_ERROR_REPORTING"] = "false"
@@ -197,7 +197,7 @@ def import_wandb() -> Any:
 
 @final
 class WeightsAndBiases:
-    """Writes one row per step: its numbers, its evaluation, and what there is to say of it."""
+    """Writes one row per step: its numbers, its evaluation, and its messages."""
 
     def __init__(
         self, folder: Path, *, earlier: Sequence[Record], name: str, settings: Mapping[str, Any]

@@ -154,7 +154,7 @@ def _other_formats(run: RunFolder, plan: Plan) -> list[str]:
         was = run.read_json(PLAN)
     except CheckpointError:
         return [f"{PLAN} was damaged, so it is not known whether the formats run as before"]
-    # `plan` is that of the first phase, and knows neither task nor strategy.
+    # `plan` is the plan of the first phase, without task and strategy.
     residuals = ("phases", TASK_ROW, STRATEGY)
     was = {key: was[key] for key in was if key not in residuals}
     if was == now:

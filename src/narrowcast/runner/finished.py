@@ -32,7 +32,7 @@ def finished(folder: str | Path, overrides: Sequence[str] = ()) -> RunEnd | None
         recipe = continued(run, overrides, state=state).after.recipe
         require_records(run, state)
         end = _run_end(state or {}, recipe, run.task_info(), step=checkpoint_step(last))
-        # Of other epochs than it had nobody knows how many steps they have, yet.
+        # The number of steps of other epochs is not known yet.
         over = recipe.is_settled and (end.step == end.requested_steps or bool(end.why))
         whole = over and results_are_whole(run.path, step=end.step, exported=end.exported)
         return end if whole else None

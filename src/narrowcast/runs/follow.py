@@ -27,7 +27,7 @@ class News:
     afresh: bool = False
     """Whether this is another file than before; its records come from the start."""
     missing: bool = False
-    """Whether there is no such file now."""
+    """Whether the file is missing at the moment."""
     more: bool = False
     """Whether more can be read at once."""
     damaged: int = 0

@@ -21,12 +21,12 @@ class Improvement:
     counted: float = math.nan
     """Last value that improved by more than `min_delta`."""
     stalled: int = 0
-    """Evaluations since then; a nonfinite value is no improvement."""
+    """Evaluations since then; a nonfinite value does not count as an improvement."""
     evaluated: int = 0
     """Step of the last evaluation."""
 
     def after(self, record: Record, *, metric: Metric, min_delta: float = 0.0) -> "Improvement":
-        """Return the state after a record; a change of `min_delta` or less is no improvement."""
+        """Return the state after a record; only changes above `min_delta` are improvements."""
         if not isinstance(record, EvalRecord) or metric.name not in record.metrics:
             return self
         value, step = record.metrics[metric.name], record.step

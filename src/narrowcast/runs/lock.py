@@ -118,7 +118,7 @@ def _identity(result: os.stat_result) -> tuple[int, int]:
     return result.st_dev, result.st_ino
 
 
-# C's struct flock, which Python has no name for, on systems of 64 bits.
+# C's struct flock on 64-bit systems; Python does not define it.
 _FLOCK = {
     "linux": ("hhqqi4x", ("type", "whence", "start", "length", "pid")),
     "darwin": ("qqihh", ("start", "length", "pid", "type", "whence")),

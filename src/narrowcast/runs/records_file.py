@@ -17,7 +17,7 @@ from narrowcast.runs.writing import explain_write_error
 
 @final
 class RecordsFile:
-    """A file of records that anybody may read and one process at a time may write."""
+    """A file of records that any process may read and one at a time may write."""
 
     def __init__(self, path: Path) -> None:
         """The file must exist; it is opened and locked at the first write."""

@@ -92,7 +92,7 @@ class Tally:
 
     @property
     def items_per_second(self) -> float:
-        """Smoothed items per second; at first those of all steps."""
+        """Smoothed items per second; at first the mean of all steps."""
         if not self.smooth_seconds.weight:
             return self.items / self.seconds if self.seconds else math.nan
         seconds = self.smooth_seconds.value

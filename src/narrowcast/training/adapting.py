@@ -67,7 +67,7 @@ class Adapter:
         looked = observer.looked
         yield from observer.account(record, explained=message.explained)
         if message.injected:
-            return  # what was put there on purpose is no reason to change a format
+            return  # injected faults are not a reason to change a format
         if record.step < self._ladder.since:
             return  # in the formats of another rung
         adapt = self._recipe.precision.adapt

@@ -62,7 +62,7 @@ class BestWeights:
             return
         now = collect_weights(self._prepared.engine)
         now["weights"] |= answer()
-        # What nobody trains is there at the end; what training may move is kept with every digit.
+        # Frozen weights do not change; trained ones are saved with every digit.
         state, _ = self._frozen.split_frozen(now)
         if self._folder is None:
             self._held = map_tensors(state, lambda tensor: tensor.detach().cpu().clone())

@@ -36,7 +36,7 @@ def build_optimizer(
             "The model has no trainable parameter: requires_grad is False for all of them. Set "
             "requires_grad=True for those to train."
         )
-    # The recipe's first: its learning rate is the one that records tell.
+    # The recipe's optimizer first: records report its learning rate.
     ordered = sorted(by_settings.items(), key=lambda item: item[0] != settings)
     built = [_built(own, result, device=device) for own, result in ordered]
     return built[0] if len(built) == 1 else SideBySide(built)

@@ -317,7 +317,7 @@ def _leave_group() -> None:
 
 @final
 class Pulse:
-    """Signs of life of this rank in the store of the process group, and those of the others."""
+    """Heartbeats of this rank in the store of the process group, and of the other ranks."""
 
     def __init__(self, *, rank: int, size: int) -> None:
         self._rank, self._size = rank, size

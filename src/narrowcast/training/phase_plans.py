@@ -128,7 +128,7 @@ def phases_json(
 
 
 def phase_text(phase: PhaseSection, plan: Plan) -> str:
-    """Return a phase's policy as written; for `auto`, the policy it stands for."""
+    """Return a phase's policy as written; for `auto`, the policy that was chosen."""
     if phase.policy is None or phase.policy.startswith("auto"):
         return str(plan.policy)
     return "; ".join([phase.policy, *(f"{glob}: {text}" for glob, text in phase.overrides.items())])

@@ -12,7 +12,7 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.runs import EvalRecord, Record, StepRecord
 
 Measure = Callable[[], dict[str, float]]
-"""Evaluates the model as it is now."""
+"""Evaluates the current model."""
 
 
 class Strategy:
@@ -41,7 +41,7 @@ class Strategy:
         """Take note of a step's record; called once per step, in order."""
 
     def evaluate(self, step: int, measure: Measure) -> tuple[EvalRecord, Iterable[Record]]:
-        """Evaluate the weights that the run would return now; leave those of the model alone."""
+        """Evaluate the weights that the run would return now; the model's weights do not change."""
         return EvalRecord(step=step, metrics=measure()), ()
 
     def answer(self) -> Mapping[str, Tensor]:

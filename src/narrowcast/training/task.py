@@ -73,7 +73,7 @@ class ParameterGroup:
 
     parameters: Sequence[nn.Parameter]
     lr: float | None = None
-    """Peak learning rate; None for that of the optimizer."""
+    """Peak learning rate; None for the optimizer's."""
     lr_factor: float = 1.0
     """Factor on the learning rate."""
     weight_decay: float | None = None
@@ -87,7 +87,7 @@ class ParameterGroup:
     """An additional optimizer for this group; None for the recipe's."""
 
     def __post_init__(self) -> None:
-        # Who gives `model.parameters()` gives something that can be gone through once.
+        # `model.parameters()` is a generator, which can be read only once.
         object.__setattr__(self, "parameters", tuple(self.parameters))
         for name in ("lr", "lr_factor", "weight_decay"):
             value = getattr(self, name)

@@ -25,7 +25,7 @@ Group = tuple[ZooTrial, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ZooRequest:
-    """Settings of `bench models`; an empty list stands for everything."""
+    """Settings of `bench models`; an empty list selects everything."""
 
     only: tuple[str, ...] = ()
     mine: str | None = None

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a bar on a terminal, a line now and then anywhere else."""
+"""Progress of a run: a bar on a terminal, occasional lines elsewhere."""
 
 import time
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class RunDisplay:
                 change = f"{what} {record.before} → {record.after}: {record.reason}"
                 self._print(Text(f"step {record.step}: {change}"))
             case _:
-                pass  # a checkpoint or a sample of statistics is no news
+                pass  # checkpoints and samples of statistics are not shown
 
     def note(self, text: str) -> None:
         """Show something that happened before the first record."""
@@ -107,7 +107,7 @@ class RunDisplay:
 
 
 def strategy_line(record: StrategyRecord, task: TaskInfo) -> str:
-    """Write what a strategy did in one line; nothing where that is no news."""
+    """Describe what a strategy did in one line; empty if it is not worth a line."""
     match record.event:
         case "phase":
             steps = count(int(record.values["steps"]), "step")
@@ -152,7 +152,7 @@ class _Bar:
 
     def open(self) -> None:
         self._bar.start()
-        # A second Ctrl-C ends the process at once, and nobody would bring the cursor back.
+        # A second Ctrl-C ends the process at once, with the cursor still hidden.
         self._bar.console.show_cursor(True)
 
     def update(self, tally: Tally, text: str) -> None:

@@ -30,7 +30,7 @@ def screen(*, quiet: bool = False, to_stderr: bool = False) -> Console:
 
 
 def lasting_screen(*, quiet: bool = False) -> Console:
-    """Return the console of a run, which goes on when its output is lost."""
+    """Return the console of a run, which continues if its output is closed."""
     outlive_output()
     return screen(quiet=quiet)
 

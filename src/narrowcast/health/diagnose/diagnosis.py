@@ -18,7 +18,7 @@ class Remedy:
     """A scale that is too high moves by itself, unless it is a static one."""
     policy: Policy | None = None
     exceptions: Mapping[str, str] = field(default_factory=dict)
-    """All that the policy has and the one in force has not; empty where more is another."""
+    """All that the policy has and the one in force has not; empty if more is another."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -41,11 +41,11 @@ class Location:
     module: str
     role: Role
     format: str = ""
-    """In force there; nothing where no product is made."""
+    """In force there; nothing if no product is made."""
 
     @property
     def limit(self) -> float:
-        """The largest magnitude that is no reason to worry."""
+        """The largest magnitude that is not suspicious."""
         # What a product returns is in its format already, and infinite if it does not fit.
         cast_here = self.role in OPERANDS
         return LARGEST_TO_FP16 if cast_here and self.format == "fp16" else SQUARE_ROOT
@@ -115,7 +115,7 @@ def written(value: float) -> str:
 
 
 Call = tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]
-"""A module that no other one called, its name, and what it was given."""
+"""A module called from outside the model, its name, and its inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)

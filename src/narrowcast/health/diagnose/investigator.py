@@ -29,7 +29,7 @@ class StepDiagnosis:
     """The report of a step."""
 
     why: str
-    """For its record; empty where it was applied."""
+    """For its record; empty if it was applied."""
     findings: Sequence[FindingRecord] = ()
     explained: bool = False
     """Whether this step or an earlier one of its row has a diagnosis."""
@@ -84,7 +84,7 @@ class Investigator:
             self._named = ""
             self.begin_row()
             return StepDiagnosis(why="", findings=[*lines, *known], injected=injected is not None)
-        # A rehearsal is no part of a row: what it shows is not what is wrong with other steps.
+        # A rehearsal does not count towards a row: it says nothing about other steps.
         self._row += injected is None
         # A rehearsal is there to be looked into.
         due = injected is not None or self._is_due(step)

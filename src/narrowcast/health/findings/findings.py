@@ -73,7 +73,7 @@ class Findings:
     def step(self, record: StepRecord, *, scaling: LossScale | None = None) -> list[FindingRecord]:
         at_floor = [] if scaling is None else [*floor(record.loss_scale, scaling, self.wording())]
         fresh = self._new_findings(at_floor, step=record.step, requested={floor.__name__})
-        # Of an overflow at the floor the step log tells, and of the floor with it.
+        # The step log reports an overflow at the minimum scale, together with the minimum.
         return (fresh if record.applied else []) + self._of_losses(record)
 
     def _of_losses(self, record: StepRecord) -> list[FindingRecord]:

@@ -154,7 +154,7 @@ RULES: tuple[Rule, ...] = (overflow, saturation, vanishing, dead, drift)
 
 
 def spike(loss: float, past: Sequence[float]) -> str:
-    """Return how a loss lies outside what was usual; nothing where it does not."""
+    """Return how a loss lies outside what was usual; nothing if it does not."""
     if len(past) < REMEMBERED // 2 or not math.isfinite(loss):
         return ""
     # Of the last few, and of the differences of neighbours: a run that learns moves by itself.

@@ -18,7 +18,7 @@ from narrowcast.precision.plan.policy import Policy
 
 @dataclass(frozen=True, eq=False)
 class TensorSite:
-    """One tensor of a model that is looked at: whose it is, what it is rounded to, and a sample."""
+    """One sampled tensor of a model: its module, the format it is rounded to, and the sample."""
 
     module: str
     role: str
@@ -54,7 +54,7 @@ class Grouping:
         self._back = upload(order.argsort(), sites[0].sample.device) if sites else order
 
     def stacks(self) -> list[Tensor]:
-        """Return copies of the samples of now, those of a format together."""
+        """Return copies of the current samples, grouped by format."""
         return [torch.stack(samples) for samples in self._groups.values()]
 
     def rows(self, stacks: Sequence[Tensor], count: Counting) -> Tensor:

@@ -43,7 +43,7 @@ class Probes:
         self.switch = Switch()
         self._device = next(model.parameters()).device
         self.offsets = Offsets(self._device, seed=seed)
-        """Where samples are taken; drawn anew for each reading, before its passes."""
+        """Sampled positions, drawn again before the passes of each reading."""
         self._before: dict[nn.Module, type[nn.Module]] = {}
         self._seen_at: dict[TensorSite, nn.Module] = {}
         # By the module that runs: a chain runs for its first and its last layer.

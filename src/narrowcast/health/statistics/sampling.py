@@ -92,7 +92,7 @@ def tap(x: Tensor, gradient_into: Tensor, offsets: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         x.register_hook(lambda gradient: take(gradient, gradient_into, offsets))
         return x
-    # As no view, which nobody may change in place.
+    # Not as a view: views cannot be changed in place.
     result: Tensor = torch.ops.aten._unsafe_view(_tap(x, gradient_into, offsets), x.shape)
     return result
 

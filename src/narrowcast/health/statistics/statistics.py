@@ -106,7 +106,7 @@ def _count(which: Tensor) -> Tensor:
 
 
 def _smallest_above_zero(magnitude: Tensor) -> Tensor:
-    """Return the smallest number above zero of each row, by its bits; zero where there is none."""
+    """Return the smallest number above zero of each row, by its bits; zero if there is none."""
     # As integers, magnitudes have the same order. One less, zero becomes the largest.
     below = (magnitude.view(torch.int32) - 1).bitwise_and_(0x7FFFFFFF).amin(1)
     result = (below.clamp(max=0x7FFFFFFE) + 1).view(torch.float32)

@@ -105,11 +105,11 @@ class AmaxHistories:
         return taken
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what decides the scales to come, and what is still to be told."""
+        """Return the state: scale histories, and counts that are not reported yet."""
         return {name: getattr(self, name) for name in ("amax", "scale_inv", "counts", "peak")}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take up where saved histories stood. Waits for the device."""
+        """Restore saved histories. Waits for the device."""
         for name, held in self.state_dict().items():
             held.copy_(state[name])
         self.cast_stats.zero_()
@@ -117,7 +117,7 @@ class AmaxHistories:
         self._note_decided()
 
     def forget(self, keep: frozenset[int] = frozenset()) -> None:
-        """Let the next matrices set undecided scales, except those at `keep`. Synchronises."""
+        """Let the next matrices initialise unset scales, except those at `keep`. Synchronises."""
         stored = torch.tensor(
             [each.data_ptr() in keep for each in self.scale_inv.view(-1).split(1)]
         )
@@ -193,7 +193,7 @@ class AmaxHistory:
             whole.reads_by_name[self.module] != self.module
             or whole.reads_by_name.count(self.module) > 1
         ):
-            return leader == whole.reads_by_name[self.module]  # it has one with somebody already
+            return leader == whole.reads_by_name[self.module]  # it shares one already
         self._scale_inv["input"] = other._scale_inv["input"]
         self._cast_stats["input"] = other._cast_stats["input"]
         whole.join(self.module, leader)
@@ -204,7 +204,7 @@ class AmaxHistory:
         return self._scale_inv[role]
 
     def is_decided(self, role: str) -> bool:
-        """Return whether native products use the scale of a role as it is."""
+        """Return whether native products use the scale of a role unchanged."""
         return self.scale_inv(role) in DECIDED
 
     def cast_stats(self, role: str) -> Tensor | None:
@@ -259,5 +259,5 @@ def _single(number: Tensor) -> Tensor:
 
 def _largest(formats: ProductFormats) -> list[float]:
     roles = (formats.forward, formats.forward, formats.grad_input)
-    # What is no format of 8 bits has no delayed scale; the number is not used.
+    # Only 8-bit formats have a delayed scale; this number is not used.
     return [f.largest if isinstance(f, Format) and is_delayed(f) else 448.0 for f in roles]

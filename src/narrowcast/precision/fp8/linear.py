@@ -1,6 +1,6 @@
 """Linear layers whose products run on fp8 tensor cores, with scales of any kind.
 
-The weight is kept in fp8 in both layouts and made anew only when it changes, once per step. The
+The fp8 weight is stored in both layouts and updated only when it changes, once per step. The
 backward pass keeps only the transposed fp8 input.
 """
 
@@ -289,7 +289,7 @@ class _Fp8Product(torch.autograd.Function):
 
 
 class _Final(torch.autograd.Function):
-    """A gradient of a weight, which has no derivative."""
+    """A weight gradient that cannot be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, grad_weight: Tensor, *_: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class Fp8Model:
         self._histories = next((h.whole for h in self._by_name.values()), None)
 
     def refresh(self) -> None:
-        """Make the fp8 weights anew that have changed. A compiled model does not look by itself."""
+        """Update the fp8 copies of changed weights. A compiled model does not check by itself."""
         if not torch.compiler.is_compiling():
             for layer in self._layers:
                 layer.nc_refresh()
@@ -48,7 +48,7 @@ class Fp8Model:
         return frozenset() if self._histories is None else self._histories.decided
 
     def forget(self, keep: frozenset[int] = frozenset()) -> None:
-        """Let the next matrices set the undecided scales, except those at `keep`."""
+        """Let the next matrices initialise unset scales, except those at `keep`."""
         if self._histories is not None:
             self._histories.forget(keep)
 
@@ -82,11 +82,11 @@ class Fp8Model:
                 yield
             finally:
                 for layer, weight, key in made:
-                    # A weight that was made anew here is made again, and noted, by the next step.
+                    # The next step updates a weight that was updated here again, and records it.
                     layer.nc_weight, layer.nc_weight_key = weight, key
 
     def bytes(self) -> dict[str, int]:
-        """Return what the fp8 weights take, by role; nothing where there are none."""
+        """Return the bytes of fp8 weights by role; empty if there are none."""
         made = [layer.nc_weight for layer in self._layers if layer.nc_weight is not None]
         return {"fp8": sum(q.rowwise.nbytes + q.columnwise.nbytes for q in made)} if made else {}
 
@@ -95,7 +95,7 @@ class Fp8Model:
         return None if self._histories is None else self._histories.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Take up where saved histories stood. Waits for the device."""
+        """Restore saved histories. Waits for the device."""
         if self._histories is not None:
             assert state is not None
             self._histories.load_state_dict(state)
@@ -123,7 +123,7 @@ class FirstScales:
         self._checked_at = math.inf
 
     def begin(self, fp8: Fp8Model, *, emulated: bool, step: int, applied_before: int) -> None:
-        """Look after the scales of this model, as it is after so many steps."""
+        """Track the scales of this model, starting at this step count."""
         self._fp8, self._emulated = fp8, emulated
         self.applied_before, self._known = applied_before, None
         self._checked_at = step if fp8.has_histories else math.inf
@@ -142,7 +142,7 @@ class FirstScales:
         if before is None or before != self._now(fp8):
             applied = self._counts().applied > self.applied_before
             if before is not None or not applied:
-                # What was known before stays: a captured step uses it as it is.
+                # Keep the previous values: a captured step uses them.
                 fp8.forget(frozenset() if before is None else before[0])
             self._known = self._now(fp8) if applied else None
 

@@ -177,7 +177,7 @@ def _turning(forward: FunctionType, device: str) -> FunctionType:
 
         return turn_halves(q, k, cos, sin)
 
-    # Without a name these are nobody's: a compiler looks in the module of that name for them.
+    # The compiler looks these up by module name.
     names = {name: each for name, each in forward.__globals__.items() if name != "__name__"}
     names[ROTARY] = turned
     made = FunctionType(

@@ -23,7 +23,7 @@ class Fp8Mlp(Mixin):
         """Return down(gelu(up(x))) in the formats of the two layers."""
         first, last = (getattr(self, name) for name in self.nc_layers)
         if is_watched(first, last):
-            plain: Tensor = super().forward(x)  # somebody wants to see what is between them
+            plain: Tensor = super().forward(x)  # a hook needs the tensor between them
             return plain
         if not torch.compiler.is_compiling():
             first.nc_refresh()
@@ -67,7 +67,7 @@ def can_fuse(module: nn.Module) -> bool:
 
 
 def layouts_and_scale(layer: Fp8Linear) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a layer's weight in fp8, as it is and transposed, and the inverse of its scale."""
+    """Return a layer's fp8 weight, its transpose, and the inverse of its scale."""
     made = layer.nc_weight
     assert made is not None, "the weight was never quantised; call the model inside autocast()"
     return made.rowwise, made.columnwise, made.scale_inv

@@ -23,7 +23,7 @@ class GeluMlp(Mixin):
         """Return down(gelu(up(x))), multiplied in 16 bits."""
         first, last = (getattr(self, name) for name in self.nc_layers)
         if is_watched(first, last):
-            plain: Tensor = super().forward(x)  # somebody wants to see what is between them
+            plain: Tensor = super().forward(x)  # a hook needs the tensor between them
             return plain
         inputs = (x, first.weight, first.bias, last.weight, last.bias)
         result: Tensor = _apply(*(None if t is None else t.to(self.nc_dtype) for t in inputs))

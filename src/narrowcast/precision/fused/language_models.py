@@ -22,7 +22,7 @@ from narrowcast.precision.plan.fusing import MASKING, PACKED, standard_loss
 from narrowcast.precision.swap import Mixin, has_own_forward, is_watched, plain_class, swap
 
 _here = threading.local()
-"""The name of the model in this thread whose head is to hand on what it is given."""
+"""The model in this thread whose head passes its input through."""
 
 
 def fuse_loss(module: nn.Module, head: str, *, chunk_rows: int | None) -> None:
@@ -120,7 +120,7 @@ class CausalLoss(Mixin):
             )
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        _here.name = None  # whoever takes the loss may want to call the head
+        _here.name = None  # the loss may call the head
         loss = linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             head,
@@ -176,7 +176,7 @@ _TRACED = ("is_tracing", "is_torchdynamo_exporting")
 _CONTENT = frozenset({
     "input_ids", "inputs_embeds", "pixel_values", "labels", "num_items_in_batch",
 })  # fmt: skip
-"""What a model is given to see: none of it says who sees whom."""
+"""Inputs of a model that do not affect the attention mask."""
 _WORDS = (bool, int, float, str)
 
 
@@ -205,7 +205,7 @@ class Unmasked(Mixin):
     """Whether it is known to need none; one that is not may be inside another."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model as it is."""
+        """Run the model without fusion."""
         around = getattr(_mask_state, "needs_none", False)
         _mask_state.needs_none = self.nc_may and self.training and self._nc_is_content(args, kwargs)
         try:

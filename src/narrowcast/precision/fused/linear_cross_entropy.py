@@ -249,7 +249,7 @@ def _composed(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms
 
 
 def _region_entered_by(head: nn.Linear) -> Region | None:
-    """Return the region a head would enter here; None where it is in force or there is none."""
+    """Return the region that a head would enter here; None if it is active or there is none."""
     entry = head.nc_entry if isinstance(head, InRegion) else None
     if (
         not isinstance(entry, RegionEntry)

@@ -19,7 +19,7 @@ from narrowcast.precision.dtensor import as_sharded, local_part, local_shards
 
 @dataclass(frozen=True)
 class Checked:
-    """What one look at the gradients told; tensors stay on the device."""
+    """Result of one check of the gradients; tensors stay on the device."""
 
     norms: Tensor
     """One per parameter, of the gradients as they came (scaled). Of sharded ones, of the shard on
@@ -35,7 +35,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Unscaled:
-    """What was found in gradients when the scale was divided out, before anybody edited them."""
+    """Result of the check when gradients were unscaled, before any edits."""
 
     checked: Checked
     present: Sequence[int]

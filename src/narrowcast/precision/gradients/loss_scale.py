@@ -150,7 +150,7 @@ class RunningScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a saved scale stood."""
+        """Restore a saved scale."""
         self.value.copy_(state["value"])
         self._calm.copy_(state["calm"])
         self._strikes.copy_(state["strikes"])
@@ -187,7 +187,7 @@ class Scales:
         }
         # The tensor itself: a scale moves in place.
         self.value = next((scale.value for scale in self._losses.values()), None)
-        """The scale of the first loss; none where losses are not scaled."""
+        """The scale of the first loss; None if losses are not scaled."""
         self.per_loss = isinstance(settings, Mapping) and len(self._losses) > 1
         if parts and (self.per_loss or not self._losses):
             raise ConfigError(
@@ -195,13 +195,13 @@ class Scales:
                 "scale to it. Write one loss scale and a policy that uses it (fp16)."
             )
         self.parts = {glob: RunningScale(self._part_settings(), device) for glob in parts}
-        # 0 stands for the parameters outside all parts.
+        # 0 is the index of parameters outside all groups.
         self._group_of_weight = torch.tensor(group_indices, device=device)
         self._finite: dict[str, Tensor] = {}
         self._nothing_gives_way = torch.ones((), dtype=torch.bool, device=device)
 
     def of_loss(self, name: str) -> RunningScale | None:
-        """Return the scale of a loss; None where losses are not scaled."""
+        """Return the scale of a loss; None if losses are not scaled."""
         if not self._losses:
             return None
         if name not in self._losses:
@@ -222,7 +222,7 @@ class Scales:
 
     @property
     def values(self) -> list[Tensor]:
-        """Every scale, as it is: those of the losses, then those of the parts."""
+        """Every scale: those of the losses, then those of the groups."""
         return [scale.value for scale in (*self._losses.values(), *self.parts.values())]
 
     @contextlib.contextmanager
@@ -290,7 +290,7 @@ class Scales:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where saved scales stood."""
+        """Restore saved scales."""
         for name, scale in self._losses.items():
             scale.load_state_dict(state["losses"][name])
         for glob, scale in self.parts.items():
@@ -371,7 +371,7 @@ RequestedScale = float | LossScale | Mapping[str, float | LossScale]
 
 
 def settings_from(requested: RequestedScale | None) -> Settings | None:
-    """Return the settings that somebody has written in one of these ways; refuse any other."""
+    """Return the settings of any accepted form; raise for others."""
     if isinstance(requested, Mapping):
         if not requested:
             raise ConfigError("loss_scale names no loss, got {}. Write one scale, or one per loss.")
@@ -404,7 +404,7 @@ def _scale_from(request: object) -> LossScale:
 
 @final
 class ScaleRequest:
-    """What `prepare` was told of loss scales, and which weights it is about."""
+    """Arguments of `prepare` about loss scales, and the weights they apply to."""
 
     def __init__(
         self,

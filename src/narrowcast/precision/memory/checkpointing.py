@@ -163,7 +163,7 @@ def recompute_blocks(model: nn.Module, plan: MemoryPlan) -> None:
 
 
 def _without_cache(block: Recomputed, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return keywords without the caches of transformers; None where one is really used."""
+    """Return keyword arguments without empty transformers caches; None if a cache is used."""
     caches = [name for name in CACHES if kwargs.get(name) is not None]
     if caches and not block.training:
         return None

@@ -72,7 +72,7 @@ class Shelf:
         self._last: weakref.ref[OffloadedStorages] | None = None
 
     def begin(self, others: set[int]) -> "OffloadedStorages":
-        """Return what will hold the storages of a block but those of others, by address."""
+        """Return the holders of a block's own storages, by address."""
         return OffloadedStorages(self, others, before=self._last)
 
     def end(self, saved: "OffloadedStorages") -> None:
@@ -110,11 +110,11 @@ class OffloadedStorages:
         self._home: torch.cuda.Stream | None = None
 
     def __del__(self) -> None:
-        """Keep what nobody waited for from others: this may run at any time, on any queue."""
+        """Keep the memory of unfinished copies. This may run at any time, on any stream."""
         self._keep_arriving()
 
     def pack(self, tensor: Tensor) -> Any:
-        """Take what autograd keeps, unless it is small or somebody else's."""
+        """Offload a saved tensor, unless it is small or belongs to another block."""
         if self._there is None or not self._is_mine(tensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -162,7 +162,7 @@ class OffloadedStorages:
         if self._there is not None:
             return
         self._there = [torch.empty_like(h, device=self._shelf.device) for h in self._hosts]
-        now = mark_now(self._shelf.device)  # who had this memory before is done with it by then
+        now = mark_now(self._shelf.device)  # the previous user of this memory has finished by then
         pairs = list(zip(self._there, self._hosts, strict=True))
         self._ready = self._shelf.up.copy(pairs, after=[now])
         self._arriving, self._home = True, computing_on(self._shelf.device)
@@ -213,7 +213,7 @@ class _View:
         self._lies = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def tensor(self) -> Tensor:
-        """Return the tensor as it was."""
+        """Return the original tensor."""
         whole = self._storages.storage(self._index)
         return torch.empty(0, dtype=self._dtype, device=whole.device).set_(
             whole.untyped_storage(), self._lies[2], self._lies[0], self._lies[1]

@@ -189,7 +189,7 @@ def _give_entries(model: nn.Module, regions: Mapping[str, Region]) -> None:
     """Make every module with weights enter its region if it is not active."""
     prepared = PreparedModel(model)
     entries = {name: RegionEntry(region, prepared) for name, region in regions.items()}
-    by_hand: set[nn.Module] = set()  # a weight is computed wherever somebody looks at it
+    by_hand: set[nn.Module] = set()  # a parametrised weight is computed at each access
     for name, module in model.named_modules():
         if isinstance(module, ParametrizationList):
             by_hand |= set(module.modules())
@@ -303,7 +303,7 @@ def _rewrite_recurrent(
 
 
 def _format_of_16_bits(module_plan: ModulePlan | None) -> str:
-    """Return the one format of all products of a module on a GPU; nothing where that is not so."""
+    """Return the common format of all products of a module on a GPU; empty if they differ."""
     if module_plan is None or module_plan.how != "native" or not is_uniform(module_plan.policy):
         return ""
     return module_plan.policy.forward if module_plan.policy.forward in ("bf16", "fp16") else ""

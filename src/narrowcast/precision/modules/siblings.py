@@ -106,14 +106,14 @@ class _Seen(Exception):  # noqa: N818  # no error: it ends a forward that has sh
 
 
 class _Absent(nn.Module):
-    """Stands in for what is of no interest: gives back what it is given."""
+    """Placeholder for other modules: returns its input."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x
 
 
 class _StandIn(nn.Module):
-    """Stands in for a linear layer, and takes note of what it is given."""
+    """Placeholder for a linear layer that records its input."""
 
     def __init__(
         self, name: str, layer: Any, known: tuple[Tensor, Tensor], seen: dict[str, str]

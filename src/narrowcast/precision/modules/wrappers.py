@@ -142,7 +142,7 @@ class NarrowBilinear(Mixin, nn.Bilinear):
     """A bilinear layer in the format of its autocast, which on a CPU does not know it."""
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
-        """Multiply in that format; on an island, in that of the weights."""
+        """Multiply in that format; inside `autocast_disabled`, in the format of the weights."""
         kind, dtype = self.weight.device.type, self.weight.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -185,7 +185,7 @@ class Untraced(Mixin):
         return super().nc_namespace(plain)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer as it is."""
+        """Run the layer unchanged."""
         return super().forward(*args, **kwargs)
 
 

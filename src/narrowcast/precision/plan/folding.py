@@ -52,7 +52,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def decibel_range(matches: Sequence[float]) -> str:
-    """Write from the least to the most; nothing where there is none."""
+    """Write a range from lowest to highest; empty if there are no values."""
     if not matches:
         return ""
     low, high = f"{min(matches):.1f}", f"{max(matches):.1f}"

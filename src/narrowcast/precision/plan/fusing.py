@@ -79,7 +79,7 @@ def _takes_labels(module: nn.Module) -> bool:
 
 
 def _head_name(module: Any) -> str | None:
-    """Return the name of a model's output layer, inside it; None where it has none."""
+    """Return the path of a model's output layer; None if it has none."""
     try:
         head = module.get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -149,7 +149,7 @@ def _takes_more(plain: type[nn.Module]) -> bool:
 
 
 class _BaseModel:
-    """Stands in for all that a language model has inside, but for its head."""
+    """Placeholder for the body of a language model, without its head."""
 
     WIDTH = 4
 
@@ -191,7 +191,7 @@ def makes_masks(module: nn.Module) -> bool:
 
 
 def why_masked(module: nn.Module) -> str:
-    """Return why a model is left to make its masks; nothing where it needs none of its own."""
+    """Return why a model must build its attention masks; empty if it need not."""
     plain: Any = plain_class(module)
     if why := reason_not_probed(module):
         return why
@@ -221,7 +221,7 @@ def _why_not_counted(module: nn.Module) -> str:
     begun, mine = getattr(library, _BEGUN, None), threading.get_ident()
 
     def note(position_ids: Tensor) -> Any:
-        if threading.get_ident() != mine:  # of somebody else, meanwhile
+        if threading.get_ident() != mine:  # another thread's call
             return theirs(position_ids)
         seen.append(position_ids)
         return None
@@ -258,7 +258,7 @@ def _why_not_counted(module: nn.Module) -> str:
 
 
 class _EmptyLayers:
-    """Stands in for all that a language model has inside: layers that do nothing, and no blocks."""
+    """Placeholder for the body of a language model: layers that do nothing, and no blocks."""
 
     def __call__(self, *_: Any, **__: Any) -> "_HiddenStates":
         return torch.zeros((2, 3, 4), device="cpu").as_subclass(_HiddenStates)
@@ -297,7 +297,7 @@ def _losses(model: nn.Module, left: Mapping[str, str]) -> Iterator[tuple[str, st
 
 
 def _modules(looks: Callable[[nn.Module], bool], known: Callable[[nn.Module], Any]) -> Known:
-    """Return what finds the modules that look like a piece, and asks each what it is."""
+    """Return a search for candidate modules that tests what each computes."""
 
     def walk_pieces(model: nn.Module, left: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         for name, module in model.named_modules():
@@ -333,7 +333,7 @@ _COMPILED = ", except in compiled code"
 _OF_WHOLE_MODELS = ("loss", "mask")
 """Pieces that no compiler knows of, and that need no kernel of ours on a CPU."""
 _OF_TORCH = (nn.LayerNorm, nn.RMSNorm)
-"""Modules that half of all models have: that a machine or a policy fuses none is no news."""
+"""Very common modules: the plan does not mention that they are not fused."""
 
 
 @dataclass(frozen=True, kw_only=True)

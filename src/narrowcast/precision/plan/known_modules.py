@@ -25,14 +25,14 @@ NOT_RUN = (AttributeError, TypeError, ValueError, LookupError, RuntimeError)
 
 
 def in_a_line(error: Exception) -> str:
-    """Return what went wrong in somebody else's forward, short enough for a plan."""
+    """Describe an error of a third-party forward, short enough for a plan."""
     first = next(iter(str(error).splitlines()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return text if len(text) <= 90 else f"{text[:89]}…"
 
 
 def reason_not_probed(module: nn.Module) -> str:
-    """Return why a module's forward is not to be asked what it computes; nothing where it is."""
+    """Return why a module's forward must not be traced; empty if it may."""
     plain = plain_class(module)
     if has_own_forward(module) or not plain.forward.__module__.startswith("transformers."):
         return f"{plain.__name__} overrides forward"
@@ -40,7 +40,7 @@ def reason_not_probed(module: nn.Module) -> str:
 
 
 def make_twin(module: nn.Module, **attributes: Any) -> Any:
-    """Return a module like this one, with other weights and layers inside, that nobody else has."""
+    """Return a private copy of a module with other weights and inner layers."""
     twin = object.__new__(plain_class(module))
     twin.__dict__.update(module.__dict__)
     twin.__dict__.update(attributes)
@@ -81,12 +81,12 @@ class GatedMlp:
 
 
 def reason_not_gelu(module: nn.Module) -> str:
-    """Return why a GELU that is written out is not known; nothing where `gelu_approximation` is."""
+    """Return why a decomposed GELU is not recognised; empty if it is."""
     return "" if gelu_approximation(module) else f"{plain_class(module).__name__} is not a GELU"
 
 
 def gelu_approximation(module: nn.Module) -> str:
-    """Return torch's word for the GELU that a module computes; nothing where it is none."""
+    """Return torch's name for the GELU that a module computes; empty if it is not a GELU."""
     return {"gelu": "none", "gelu_tanh": "tanh"}.get(_activation(module), "")
 
 
@@ -139,7 +139,7 @@ def looks_like_turning(module: nn.Module) -> bool:
 
 
 def _activation(module: nn.Module | None) -> str:
-    """Return which activation a module is; nothing where it is another."""
+    """Return the name of a known activation; empty for others."""
     if module is None or next(module.parameters(), None) is not None:
         return ""
     with _real_numbers():
@@ -166,7 +166,7 @@ def _probe_activation(module: nn.Module) -> str:
 
 
 def _operations(module: nn.Module) -> int:
-    """Count what a module of one input launches; none where it does not run."""
+    """Count the kernels that a module with one input launches; None if it does not run."""
     counting = _Counting()
     with _real_numbers(), contextlib.suppress(*NOT_RUN), torch.no_grad():
         x = numbers(_ROWS, seed=2)
@@ -307,14 +307,14 @@ def _torchs_norm(module: nn.RMSNorm) -> RmsNorm | str:
 
 
 def get_epsilon(norm: nn.Module) -> float:
-    """Return what a norm adds to the mean of squares, as it is now."""
+    """Return the current epsilon of a norm."""
     own = vars(norm).get("eps", vars(norm).get("variance_epsilon"))
     # As torch has it of fp32, in which it is computed.
     return torch.finfo(torch.float32).eps if own is None else float(own)
 
 
 def reason_not_layer_norm(module: nn.Module) -> str:
-    """Return why a layer norm of torch is not known; nothing where it is."""
+    """Return why a torch layer norm is not recognised; empty if it is."""
     plain = plain_class(module)
     if has_own_forward(module) or plain.forward is not nn.LayerNorm.forward:
         return f"{plain.__name__} overrides forward"

@@ -74,7 +74,7 @@ class MemoryPlan:
 
     requested: Memory = field(default_factory=Memory)
     blocks: tuple[str, ...] = ()
-    """Names of the blocks, in the model's order; none where nothing is done by block."""
+    """Names of the blocks in model order; empty if nothing is done per block."""
     on_host: int = 0
     """Bytes of the optimizer's moments that lie in the host's memory."""
 
@@ -147,7 +147,7 @@ def block_names(model: nn.Module, globs: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the names of a model's blocks, or refuse to guess them."""
     if globs:
         return _matching(model, globs)
-    # A layer by itself keeps its input and no more: to compute it again would gain nothing.
+    # A single layer saves only its input, so recomputing it would gain nothing.
     result = tuple(
         name
         for name, block in repeated_blocks(model)

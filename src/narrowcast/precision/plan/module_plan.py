@@ -35,7 +35,7 @@ class QuantizedFrozenPlan:
 
     format: str = "e4m3"
     snr_db: float | None
-    """None where nobody has measured it, ∞ where nothing was lost."""
+    """None if not measured, ∞ if nothing was lost."""
     widened: bool
     """Whether products have it in a wider format, made of the bytes for each of them."""
 
@@ -455,7 +455,7 @@ ROLES: tuple[Role, ...] = ("input", "weight", "output", "grad_output", "grad_wei
 OPERANDS: tuple[Role, ...] = ("input", "weight", "grad_output")
 """Those that a product takes, and so casts: in 8 bits they have a scale."""
 GRADIENTS: frozenset[str] = frozenset({"grad_output", "grad_weight"})
-"""Those of the backward pass."""
+"""The two products of the backward pass."""
 
 
 def roundings(policy: Policy, role: str, *, kind: Kind = "linear") -> tuple[str, ...]:
@@ -473,7 +473,7 @@ def roundings(policy: Policy, role: str, *, kind: Kind = "linear") -> tuple[str,
             # for the weight's.
             return (policy.output_format, policy.grad_input)
         case "grad_weight":
-            # As the product returns it, and as it is kept.
+            # As the product returns it, and as it is stored.
             return (policy.output_format, policy.grads_format)
         case "update":
             return (policy.params,)

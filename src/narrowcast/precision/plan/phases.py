@@ -41,7 +41,7 @@ class PhasePolicies:
         for phase in self.overrides:
             _check_phase(phase)
         for text in (self.default, *self.overrides.values()):
-            policy_from(text)  # refuses what is no policy
+            policy_from(text)  # raises for an invalid policy
 
     @classmethod
     def conservative(cls) -> "PhasePolicies":
@@ -77,7 +77,7 @@ class PhasePolicies:
         )
 
     def memory_savings(self, distribution: Mapping[Phase, float]) -> float:
-        """Return what is left of 1 after `share_of_fp32`: 0.3 where that is 0.7."""
+        """Return the saving, 1 minus `share_of_fp32`."""
         return 1 - self.share_of_fp32(distribution)
 
 

@@ -146,7 +146,7 @@ def _mib(size: int) -> str:
 
 
 ASSUMED_ROWS = 8192
-"""Rows a linear layer multiplies at once, where nobody says."""
+"""Assumed rows per product of a linear layer if `gemm_rows` is not passed."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -162,7 +162,7 @@ class Plan:
     functional: Support
     """How products outside modules run."""
     emulate: bool | None = None
-    """The requested emulation: None where needed, True everywhere, False nowhere."""
+    """The requested emulation: None if needed, True everywhere, False nowhere."""
     bytes: Mapping[str, int] = field(default_factory=dict)
     """Device memory of weights, gradients, master weights and moments, by role."""
     fuse: Fuse = "auto"
@@ -363,7 +363,7 @@ def _check_globs(policy: Policy, model: nn.Module) -> None:
 
 
 def _model_hardware(model: nn.Module) -> Hardware:
-    """Describe the device that a model is on; the best there is where it has no weights yet."""
+    """Describe the device of a model; the best available one if it has no weights yet."""
     first = next(model.parameters(), None)
     return detect_hardware("auto" if first is None or first.is_meta else str(first.device))
 
@@ -374,7 +374,7 @@ class PrecisionChange:
 
     module: str
     before: str
-    """What it had, as `bf16` or `e4m3/e5m2 delayed`."""
+    """The previous formats, such as `bf16` or `e4m3/e5m2 delayed`."""
     after: str
 
 
@@ -392,7 +392,7 @@ def changes_between(before: Plan, after: Plan) -> list[PrecisionChange]:
 
 
 def formats_text(module: ModulePlan, plan: Plan) -> str:
-    """Return what a module computes in, and what its weights are kept in where that is not fp32."""
+    """Return the formats of products, and of weights if they are not fp32."""
     return ", ".join(_parts(module, plan))
 
 

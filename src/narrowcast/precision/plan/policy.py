@@ -418,7 +418,7 @@ def policy_from(text: AnyPolicy, hardware: Hardware | None = None) -> Policy:
 
 
 def short_text(policy: Policy) -> str:
-    """Write a policy so that it can be read again, with a preset's name where that is shorter."""
+    """Write a policy as text that parses to the same policy, with a preset's name if shorter."""
     roles = replace(policy, exceptions=())
     name = next((name for name, preset in PRESETS.items() if preset == roles), str(roles))
     return "; ".join([name, *(f"{glob}: {text}" for glob, text in policy.exceptions)])

@@ -292,7 +292,7 @@ def _format(row: TaskRow, size: Size, hardware: Hardware) -> tuple[str, str]:
 
 
 def _no_fp8(row: TaskRow, size: Size, hardware: Hardware) -> str:
-    """Return why a row that wants fp8 does not get it; nothing where it does."""
+    """Return why a row that asks for fp8 does not get it; empty if it does."""
     e4m3, least = hardware.support("e4m3"), row.fp8_above_bytes
     if e4m3.how != "native":
         return f"no fp8: {e4m3.reason}; "

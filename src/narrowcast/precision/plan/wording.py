@@ -1,4 +1,4 @@
-"""How advice is written: as settings of a recipe, or as arguments in a loop of one's own."""
+"""Wording of advice: as settings of a recipe, or as arguments in a custom loop."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from narrowcast.precision.plan.policy import Policy, short_text
 
 @dataclass(frozen=True, kw_only=True)
 class Wording:
-    """The words for what to change, for somebody who wrote a recipe or who called `prepare`."""
+    """Names of what to change, for a recipe or for a call of `prepare`."""
 
     policy: Policy = field(default_factory=Policy)
     """What is in force, and changed."""

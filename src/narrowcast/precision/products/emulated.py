@@ -156,7 +156,7 @@ class _LinearProduct(torch.autograd.Function):
         stored = (rounded_x, rounded_weight) if formats.one_rounding else (rows, wide_weight)
         ctx.formats, ctx.history, ctx.scales = formats, history, (x_scale, weight_scale)
         ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
-        # Not as a view: whoever writes to what a function returns must not find one there.
+        # Not as a view, so that callers may write to the result in place.
         output = torch.ops.aten._unsafe_view.default(output, (*x.shape[:-1], weight.shape[0]))
         output = _in_carrier(output, formats.output, x.dtype, rounding=_rounded_fresh)
         if not linked:
@@ -303,7 +303,7 @@ def _returned(target: Format) -> Format:
 
 
 def _rounded_fresh(x: Tensor, target: Format) -> Tensor:
-    """Round a tensor that nobody else holds: in place where that is faster, which is on a CPU."""
+    """Round a tensor without other references: in place on a CPU, where that is faster."""
     sixteen_bits = target.dtype in (torch.bfloat16, torch.float16)
     eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
     if not (sixteen_bits and eager_cpu and x.is_contiguous()) or _results_are_saved():

@@ -45,7 +45,7 @@ PRODUCTS: frozenset[Any] = frozenset(
     }
 )  # fmt: skip
 
-# Functions in which torch multiplies where nobody sees it, which stay in fp32.
+# Functions with internal products that cannot be intercepted; they stay in fp32.
 HIDING: frozenset[Any] = frozenset(
     {
         torch.cov, torch.corrcoef, torch.matrix_power, torch.linalg.matrix_power, torch.matrix_exp,
@@ -130,7 +130,7 @@ def _grad(
 def _from_edges(
     outputs: _Ends, gradients: Any
 ) -> tuple[tuple[GradientEdge, ...], tuple[Any, ...]] | None:
-    """Return where a pass begins, with what; None where torch would refuse it."""
+    """Return the start of a pass and its inputs; None if torch would raise."""
     several = _several(outputs)
     edges = _edges(several)
     inputs = (None,) * len(several) if gradients is None else _several(gradients)

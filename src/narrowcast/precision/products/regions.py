@@ -52,7 +52,7 @@ class Region:
         return _entered(self) if more else self.autocast()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Enter torch's autocast of this region, which is none where it is not of 16 bits."""
+        """Enter torch's autocast of this region, if its format has 16 bits."""
         dtype = plain_format(self.format_name).dtype if self.is_of_16_bits else None
         return torch.autocast(self.device_type, dtype=dtype, enabled=self.is_of_16_bits)
 
@@ -73,7 +73,7 @@ class Region:
 
     @property
     def is_plain(self) -> bool:
-        """True where nothing is done to products: those of fp32, by the device."""
+        """True if products are plain fp32 products of the device."""
         return self.format_name == "fp32" and not self.emulated
 
     @property
@@ -130,7 +130,7 @@ def tf32_products() -> Iterator[None]:
 
 
 class PassListener(Protocol):
-    """Is told where the passes of a model begin and end."""
+    """Receives the beginning and end of each pass of a model."""
 
     def begin_pass(self) -> None:
         """Take note that a pass begins."""
@@ -158,7 +158,7 @@ class PreparedModel:
 
     @property
     def listener(self) -> PassListener | None:
-        """Who is told of passes."""
+        """The listener for passes."""
         return None if self._listener is None else self._listener()
 
 
@@ -177,7 +177,7 @@ class RegionEntry:
 
     @property
     def is_autocast_disabled(self) -> bool:
-        """Whether a region of this model is in force, and its autocast switched off by somebody."""
+        """Whether a region of this model is active while autocast was disabled inside it."""
         around = active_region()
         if around is None:
             # Activation checkpointing computes again in a thread of its own, and has put autocast
@@ -195,11 +195,11 @@ class InRegion(Transparent):
     nc_begins: bool = False
     """Whether its region is another than that around it."""
     nc_widens: bool = False
-    """Whether what it returns goes on in fp32, among weights that 16 bits would not fit."""
+    """Whether its results stay in fp32, because of neighbouring fp32 weights."""
     nc_is_model: bool = False
     """Whether it is the prepared model itself."""
     nc_narrow: bool = False
-    """Whether somebody who does not train it gave it weights of 16 bits, which want such inputs."""
+    """Whether it has frozen 16-bit weights, which need 16-bit inputs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, inside its region."""
@@ -295,7 +295,7 @@ class Pass:
     def __init__(
         self, entry: RegionEntry, *, explain: Callable[[BaseException], None] | None = None
     ) -> None:
-        """Take a region, and who may add to what an error inside it says."""
+        """Store a region, and what may add advice to an error inside it."""
         self._entry, self._explain = entry, explain
         self._entered: list[contextlib.ExitStack] = []
 
@@ -324,7 +324,7 @@ class Pass:
             self._explain(error)
 
     def _listener(self, around: str | None) -> PassListener | None:
-        """Who is to be told; nobody where a pass of this model is under way already."""
+        """The listener; None if a pass of this model is active already."""
         model = self._entry.model
         return None if (around or "").startswith(model.name) else model.listener
 

@@ -93,7 +93,7 @@ class BufferGuard:
         self._left: _Marks | None = None
         """Marks at the end of the last pass of this step; none before a pass has ended."""
         self._silent: set[int] = set()
-        """Those of batch norms in training in this step: torch does not count what these write."""
+        """Buffers of batch norms in training in this step: torch does not count their writes."""
         self._moving: set[int] = set()
         """All that passes have ever written: a captured step copies them whatever marks say."""
         self._depth = self._began_at = 0
@@ -106,7 +106,7 @@ class BufferGuard:
         self.reset()
 
     def begin_pass(self) -> None:
-        """Keep what buffers hold before a pass. One without gradients is no part of a step."""
+        """Save the buffers before a pass. A pass without gradients does not belong to a step."""
         with_gradients = torch.is_grad_enabled()
         if self._began_at > 0:
             self._inside.add(with_gradients)
@@ -151,7 +151,7 @@ class BufferGuard:
         self._left, self._silent, self._was_requested = None, set(), False
         self._is_current = untold
         if untold:
-            # There is no other time to look where the model is called without telling.
+            # The last chance to check if the model is called outside of `autocast()`.
             now = self._marks()
             self._look_at(now.differing(self._seen) | self._in_training(), now)
         elif self._began_at:  # steps inside one long region
@@ -195,7 +195,7 @@ class BufferGuard:
                 self._move_on(self._left, before)
 
     def _move_on(self, marks: _Marks, before: _Marks) -> None:
-        """Bring marks that stood before up to now: what was written between is no news."""
+        """Update earlier version counters, so that writes in between are not reported."""
         now = self._marks()
         marks.take(now, now.differing(before) - before.differing(marks))
 
@@ -223,9 +223,9 @@ class BufferGuard:
             torch._foreach_copy_([self._before[i] for i in some], self._shards(some, now))
 
     def _written_by_passes(self, now: _Marks) -> list[int]:
-        """Return the places of what the passes of this step wrote, and nobody after them."""
+        """Return the indices of buffers that only the passes of this step wrote."""
         if self._left is None and not self._began_at:
-            # Nobody told of a pass. What torch has counted may be the user's.
+            # No pass was reported, so the counted writes may be the user's.
             written = self._in_training() if self._is_current else set()
             return sorted(written - now.differing(self._seen))
         left = now if self._left is None or self._began_at else self._left
@@ -237,7 +237,7 @@ class BufferGuard:
         before = _flatten_dense_tensors([self._before[i] for i in places])
         good = finite.to(now.device)
         if now.is_floating_point() or now.is_complex():
-            # A bad value may stand in a branch that no gradient comes from; a mask may hold -inf.
+            # A bad value may be in a branch without gradients; a mask may hold -inf.
             # A number less itself is zero if it is finite; torch asks in twice as many operations.
             good = good & ((now - now == 0) | (before - before != 0))
         stored = _unflatten_dense_tensors(torch.where(good, now, before), buffers)
@@ -310,5 +310,5 @@ def preserve_grads_and_buffers(
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer  # a module may have put another in its place
-                # As `.data`: this is no change that anybody must know of.
+                # Through `.data`, so that version counters do not change.
                 buffer.data.copy_(value)

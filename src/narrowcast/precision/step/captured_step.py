@@ -40,7 +40,7 @@ PLAIN = (
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
 
 Form = tuple[tuple[str, Any, str], ...]
-"""What is no tensor among inputs: what it is called, its type, and itself in words."""
+"""An input that is not a tensor: its name, type and text."""
 
 
 @final
@@ -96,13 +96,13 @@ def _check_no_graph(tensor: Tensor, name: str) -> None:
 
 @final
 class CaptureTerms:
-    """A prepared model as it was when steps of it began to be captured."""
+    """The state of a prepared model when the capture of its steps began."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._plan = engine, engine.plan
         self._modules = list(engine.model.modules())
         self._parameters = list(dict.fromkeys([*engine.model.parameters(), *engine.weights.all]))
-        # Where those of other kinds lie, they know themselves.
+        # Other kinds keep track of their own addresses.
         self._plain = [p for p in self._parameters if type(p) in PLAIN_TENSORS]
         homes = [(n, m, key) for n, m in engine.model.named_modules() for key in m._buffers]
         self._holders, self._keys = [m._buffers for _, m, _ in homes], [key for *_, key in homes]
@@ -150,7 +150,7 @@ class CaptureTerms:
 
 
 def synchronizing_line(error: BaseException) -> str:
-    """Return the line of somebody's own code that waited for the device, with where it is."""
+    """Return the line of user code that waited for the device, with its location."""
     ours = str(Path(__file__).parents[2])
     theirs = str(Path(torch.__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
@@ -170,7 +170,7 @@ INSTEAD = "`with run.autocast(): loss = …` and run.step(loss)"
 
 @final
 class CapturedStep:
-    """Takes whole steps with a loss of somebody's own; see `Prepared.graphed`."""
+    """Runs whole steps with a custom loss; see `Prepared.graphed`."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class CapturedStep:
         self.loss: Tensor | None = None
         """The loss of the last step, on the device; reading its value waits."""
         self.why = "no step taken yet"
-        """Why the last step was launched kernel by kernel; empty where it was replayed."""
+        """Why the last step was launched kernel by kernel; empty if it was replayed."""
         self._device = engine.weights.device
         self._on_gpu = self._device.type == "cuda"
         self._new_forms, self._forms = 0, _Recent()
@@ -244,7 +244,7 @@ class CapturedStep:
         return outcome
 
     def _begin(self) -> None:
-        """Begin as with the first step; refuse a run, as it is now, that no graph can hold."""
+        """Start over as before the first step; raise if no graph can hold this run."""
         if self._on_gpu:
             _check_capturable(self._engine)
         self._terms = CaptureTerms(self._engine)
@@ -273,7 +273,7 @@ class CapturedStep:
         return graphs.replay([inputs.arguments], None)
 
     def _why_not_yet(self, key: Any) -> str:
-        """Return why a signature is not captured in this step; nothing where it is to be."""
+        """Return why a signature is not captured in this step; empty if it is."""
         if key not in self._rehearsed or self._engine.log.counts().applied <= self._applied_before:
             # The last numbers that a capture keeps, such as scales of fp8, are of an applied step.
             return "steps of a new signature run eagerly until they are warmed up"

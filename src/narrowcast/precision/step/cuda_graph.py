@@ -32,7 +32,7 @@ MOST_FORMS = 4
 
 
 def unsupported_reason(engine: Engine) -> str:
-    """Return why no CUDA graph can hold this model's update; nothing where one can."""
+    """Return why no CUDA graph can hold this model's update; empty if one can."""
     if engine.weights.device.type != "cuda":
         return f"CUDA graphs do not run on {engine.weights.device.type}"
     if engine.weights.fused is None:
@@ -79,7 +79,7 @@ class GraphedStep:
         self._graphs = [each for each in self._graphs if each.is_current]
         graphs = next((each for each in self._graphs if each.fit(batches)), None)
         if graphs is None:
-            # Those of the same form are for other shapes: what they hold is let go first.
+            # Graphs of the same form are for other shapes: release their memory first.
             others = [each for each in self._graphs if not each.matches_form(batches)]
             self._graphs = others[1 - MOST_FORMS :]
             graphs = captured(self._engine, batches, passes, instead="cuda_graph=false")
@@ -96,7 +96,7 @@ class GraphedStep:
 def captured(
     engine: Engine, batches: Sequence[Any], passes: Passes, *, instead: str
 ) -> "StepGraphs":
-    """Capture a step; where that cannot be, say why, and what to write `instead`."""
+    """Capture a step; if that fails, return why and what to write `instead`."""
     try:
         return StepGraphs(engine, passes, batches)
     except RuntimeError as error:
@@ -136,7 +136,7 @@ class StepGraphs:
         fused = self._fused_update
         fused.write_hyper()  # a change of them must not be captured
         fused.make_room()
-        # The graph must make fp8 weights anew, even if an evaluation has just done so.
+        # The graph must update fp8 weights, even if an evaluation has just done so.
         torch.autograd.graph.increment_version(
             [p for p in engine.model.parameters() if p.requires_grad]
         )

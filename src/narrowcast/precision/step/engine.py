@@ -134,7 +134,7 @@ def move_scales(
     if unscaled is None:
         return scales.update(checked, present)
     overflowed = ~unscaled.checked.finite
-    # What an edit has made not finite is no overflow: no scale is to move, or would have helped.
+    # Inf or NaN from an edit is not an overflow, so the loss scale does not change.
     return scales.update(unscaled.checked, unscaled.present) | ~(checked.finite | overflowed)
 
 
@@ -185,7 +185,7 @@ class Engine:
         self.clip_norm = clip_norm
         """Largest total norm of the gradients; another trainer's loop may set it per step."""
         self.weights = TrainedWeights(model, optimizer)
-        # What a step packs where there is nothing to tell.
+        # What a step packs if there is nothing to report.
         self._zero, self._one, self._none = torch.tensor(
             [0.0, 1.0, -1.0], device=self.weights.device
         ).unbind()
@@ -376,7 +376,7 @@ class Engine:
             yield
 
     def begin_first_scales(self, *, step: int, applied_before: int) -> None:
-        """Look after the delayed scales of the model as it is after so many steps."""
+        """Track the delayed scales of the model from this step count on."""
         emulated = self.plan.emulated
         self.first_scales.begin(
             self.fp8, emulated=emulated, step=step, applied_before=applied_before

@@ -68,7 +68,7 @@ class Outcome:
         self._names, self._metered = names, metered
         self._arrived: _Numbers | None = None
         self._norms: list[float] = []
-        """Of each gradient, where the step was skipped: nobody asks for those of others."""
+        """Of each gradient, if the step was skipped."""
         self._why = ""
 
     def __repr__(self) -> str:

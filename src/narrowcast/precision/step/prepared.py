@@ -105,7 +105,7 @@ class Prepared:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        """The parts of a step, for those who replay it, look into it or measure it."""
+        """The parts of a step, for code that replays, inspects or measures it."""
         self.model = engine.model
 
     def __repr__(self) -> str:
@@ -413,7 +413,7 @@ def _give_back(engine: Engine) -> None:
 
 
 def _resolve_plan(policy: AnyPolicy | Plan, engine: Engine, running: Execution | None) -> Plan:
-    """Return a plan, or that of a policy for the device that is trained on."""
+    """Return a plan, or the plan of a policy for the training device."""
     if isinstance(policy, Plan):
         check_execution(policy, running)
         return policy

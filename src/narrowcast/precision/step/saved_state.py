@@ -41,7 +41,7 @@ def check_state(state: Mapping[str, Any], *, mine: Mapping[str, Any]) -> None:
             f"The checkpoint was written with the policy {state['policy']!r}, but this run uses "
             f"{mine['policy']!r}. Use the policy of the checkpoint."
         )
-    parts = {part: state[part] for part in mine}  # what else somebody saved with it is theirs
+    parts = {part: state[part] for part in mine}  # other saved entries belong to the user
     if changed := _first_difference(state_outline(parts), state[OUTLINE], "", ("", " as saved")):
         raise CheckpointError(
             f"The state was changed after it was saved: {changed}. Pass what state_dict() returned."
@@ -102,7 +102,7 @@ def _outline(value: Any) -> Any:
 
 
 def _first_difference(one: Any, other: Any, where: str, whose: tuple[str, str]) -> str:
-    """Return where two outlines first differ, and how; nothing where they do not."""
+    """Return the first difference of two outlines; empty if they are equal."""
     match one, other:
         case Mapping(), Mapping():
             for key in [*other, *one]:
@@ -165,7 +165,7 @@ def _without_tensors(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[s
 def collect_state(engine: Engine) -> dict[str, Any]:
     """Return the state of a run, in tensors of the run itself. Waits for the device."""
     engine.log.sync()
-    # Or a run that goes on would, and one that resumes not.
+    # Otherwise a continued run and a resumed one would differ.
     engine.take_back_first_scales()
     average, lookahead = engine.weights.average, engine.weights.lookahead
     state = {
@@ -242,13 +242,13 @@ def put_weights(engine: Engine, state: dict[str, Any]) -> None:
 
 
 def _extra_parameters(engine: Engine) -> list[Tensor]:
-    """Return what is trained and no part of the model: a learnable temperature."""
+    """Return trained tensors outside the model, such as a learnable temperature."""
     inside = set(engine.model.parameters())
     return [p.detach() for p in engine.weights.all if p not in inside]
 
 
 def _is_same(own: Any, saved: Any) -> bool:
-    """Return whether a weight is given itself: whoever saves no frozen weights does so."""
+    """Return whether a weight is loaded directly, as in states without frozen weights."""
     return (
         isinstance(own, Tensor)
         and isinstance(saved, Tensor)

@@ -30,10 +30,10 @@ class Scheduler(Protocol):
         """Move on by one applied step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state."""
 
 
 AnyScheduler = Scheduler | ReduceLROnPlateau
@@ -86,18 +86,18 @@ class Schedules:
                 "scheduler=ReduceLROnPlateau(optimizer))."
             )
         for scheduler in self._plateaus:
-            # From now on: whoever only ever steps it directly moves it once, too.
+            # From now on, so that a scheduler that is stepped directly moves once, too.
             self._hold(scheduler, mover="run.scheduler_step()")
         with self._own_move():
             for scheduler in self._plateaus:
                 scheduler.step(value)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return what each needs to go on."""
+        """Return the states of all."""
         return [{"class": type(s).__name__, "state": s.state_dict()} for s in self.all]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Go on from there."""
+        """Restore the state."""
         for scheduler, saved in zip(self.all, state, strict=True):
             scheduler.load_state_dict(saved["state"])
 
@@ -124,7 +124,7 @@ class Schedules:
             return kind.step(self, *args, **kwargs)
 
         def reduce(self: Any, protocol: Any) -> Any:
-            held, self.__class__ = type(self), kind  # a copy is nobody's
+            held, self.__class__ = type(self), kind  # a copy has no owner
             try:
                 how, args, *rest = self.__reduce_ex__(protocol)
             finally:
@@ -258,13 +258,13 @@ class Stats:
 
 
 AT_FLOOR = "overflow at the smallest loss scale"
-"""What is told of an overflow to which the scale cannot give way."""
+"""Message for an overflow at the minimum scale."""
 
 
 Losing = Literal["never", "by chance", "always"]
 """When rounding loses the update of a weight that is smaller than its spacing."""
 NOTHING_MOVED = "no weight moved"
-"""What is told of an applied step without any effect."""
+"""Message for an applied step that changed nothing."""
 
 
 class StepLog:
@@ -342,7 +342,7 @@ class StepLog:
         )
 
     def _count(self, outcome: Outcome) -> str:
-        """Return why the step was skipped; nothing where it was not."""
+        """Return why the step was skipped; empty if it was applied."""
         stood_still = self.stats.lost_updates == 1.0
         self.stats.count(outcome)
         if outcome.applied:

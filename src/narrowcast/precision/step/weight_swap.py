@@ -31,7 +31,7 @@ def swapped_in(engine: Engine, what: StandIn, get_value: ValueOf) -> Iterator[No
         weights.ownership.swapped_in(what, get_value),
         _swapped_values(engine.model, weights, get_value),
     ):
-        # Weights that nothing stands in for must not move: captured steps look for them.
+        # Weights that are not swapped must keep their addresses for captured steps.
         compact_recurrent(engine.model, only=set(weights.all))
         yield
 
@@ -56,7 +56,7 @@ def _swapped_values(
 
 
 def _let_know(model: nn.Module, weights: TrainedWeights) -> None:
-    """Invalidate what fp8 layers, autocast and FSDP hold of the weights."""
+    """Invalidate copies of the weights in fp8 layers, autocast and FSDP."""
     gather_anew(model)
     torch.autograd.graph.increment_version(weights.all)
     torch.clear_autocast_cache()

@@ -101,7 +101,7 @@ def dequantize_frozen(model: nn.Module, dtype: torch.dtype | None = None) -> lis
 
 
 def _candidates(model: nn.Module, skip: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers whose weight nobody trains and no other module has."""
+    """Yield the layers whose weight is frozen and not shared."""
     holders: dict[int, int] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):

@@ -188,7 +188,7 @@ class FusedAdamW:
         self._adam.write_hyper(groups, ahead=self._ahead)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Take the state of a saved optimizer as it is; torch's own loading would cast it."""
+        """Load the state of a saved optimizer unchanged; torch's loading would cast it."""
         keys = [key for group in self._optimizer.param_groups for key in group["params"]]
         for number, values in saved["state"].items():
             state = self._optimizer.state[keys[number]]
@@ -203,7 +203,7 @@ class FusedAdamW:
         self._bound = []
 
     def release(self, *, stay_on_host: bool = False) -> None:
-        """Leave the optimizer a state that torch itself can go on with: fp32, nothing beside it."""
+        """Give the optimizer a state that plain torch can continue from: fp32 without extras."""
         self._refresh([])
         for bound in self._bound:
             state, w = self._optimizer.state[bound.key], bound.weight

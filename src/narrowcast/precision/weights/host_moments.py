@@ -83,7 +83,7 @@ class OffloadedAdam:
             done = self._down.copy(back, after=[updated])
             if number + 2 < len(self._buckets):
                 ready.append(self._fetch(self._buckets[number + 2], done))
-        # The last copy alone is waited for: whoever waits for the step finds its moments there.
+        # Waiting for the last copy is enough: after the step all moments are there.
         wait_for(done, self._device)
         if not metered:
             return None

@@ -65,7 +65,7 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def in_buckets(indices: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield places of parameters a few at a time; at least once, with none where there are none."""
+    """Yield indices of parameters in small groups; at least one group, possibly empty."""
     bucket: list[int] = []
     size = 0
     for i in indices:

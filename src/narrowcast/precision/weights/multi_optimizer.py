@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 from narrowcast.errors import ConfigError
 
 _TOLD = ("grad_scale", "found_inf")
-"""The attributes by which torch's GradScaler tells a fused optimizer to skip."""
+"""The attributes through which torch's GradScaler makes a fused optimizer skip."""
 
 
 def member_optimizers(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers that one stands for: itself, unless it is several side by side."""
+    """Return the optimizers of a combined one; itself if it is a single one."""
     return optimizer.parts if isinstance(optimizer, SideBySide) else (optimizer,)
 
 
@@ -45,7 +45,7 @@ class SideBySide(Optimizer):
         """Those that are stepped, in order."""
         # torch's own `__init__` would make groups and a state of its own; this makes the rest.
         self.__setstate__({"defaults": {}})
-        # Whether each can be told on the device that a step is to be skipped.
+        # Whether each can skip a step on the device.
         self._step_supports_amp_scaling = all(
             getattr(each, "_step_supports_amp_scaling", False) for each in optimizers
         )
@@ -84,11 +84,11 @@ class SideBySide(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what each needs to go on."""
+        """Return the states of all."""
         return {"optimizers": [each.state_dict() for each in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state."""
         for each, state in zip(self.parts, state_dict["optimizers"], strict=True):
             each.load_state_dict(state)
 

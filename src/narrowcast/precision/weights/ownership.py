@@ -32,7 +32,7 @@ class GradientWatch:
         self._weights, self._names = weights, names
         self._are_ours = False
         self._cleared = False
-        """Whether somebody has called `zero_grad` since the last step."""
+        """Whether `zero_grad` was called since the last step."""
         self._cleared_weights: set[nn.Parameter] = set()
         """The weights of the optimizers of which that is so."""
         self._marks = self._none
@@ -200,7 +200,7 @@ def _unscaled(name: str) -> str:
 StandIn = Literal["use_ema", "use_eval_weights", "reading_out"]
 """What may be in the place of weights for a while, by the block it is so in."""
 ValueOf = Callable[[nn.Parameter], Tensor]
-"""What stands in for a weight, with every digit there is of it."""
+"""The swapped-in value of a weight, with all its digits."""
 _STAND_INS: dict[StandIn, str] = {
     "use_ema": "averages of its weights",
     "use_eval_weights": "the evaluation weights",
@@ -350,7 +350,7 @@ class Ownership:
 
 
 _TAKEN: "weakref.WeakSet[Ownership]" = weakref.WeakSet()
-"""What is taken over now, by runs that somebody still holds."""
+"""What live runs own at the moment."""
 
 
 def check_not_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -457,7 +457,7 @@ class _Homes:
                     self._add(module._parameters, key, p, before + key)
 
     def first_changed(self) -> str:
-        """Return the name of one that is not where it was; nothing where all are."""
+        """Return the name of one that was replaced; empty if none was."""
         now = list(map(dict.get, self._holders, self._keys))
         if are_same(now, self._held):
             return ""

@@ -32,7 +32,7 @@ class LostUpdates:
         self._moving = [_sample(gradient) != 0 for gradient in gradients]
 
     def share(self) -> Tensor:
-        """Return lost over due, on the device; 0 where nothing was due."""
+        """Return lost over due, on the device; 0 if nothing was due."""
         return share_lost(self.counts())
 
     def counts(self) -> Tensor:
@@ -48,7 +48,7 @@ class LostUpdates:
 
 
 def share_lost(counts: Tensor) -> Tensor:
-    """Return lost over due updates, from how many there are of both; 0 where none was due."""
+    """Return lost over due updates, from how many there are of both; 0 if none was due."""
     return counts[0] / counts[1].clamp(min=1)
 
 
@@ -222,7 +222,7 @@ def gradient_factors(
 
 @contextlib.contextmanager
 def _skip_if_not_finite(optimizer: torch.optim.Optimizer, finite: Tensor | None) -> Iterator[None]:
-    """Set the attributes by which torch's GradScaler makes a fused optimizer skip."""
+    """Set the attributes through which torch's GradScaler makes a fused optimizer skip."""
     if finite is None:
         yield
         return

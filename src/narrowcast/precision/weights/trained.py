@@ -62,7 +62,7 @@ _OURS = ("__deepcopy__", "__reduce_ex__", "nc_take")
 
 
 class LoadsInFull(Transparent):
-    """A module with such weights, whoever loads it, and by way of whom."""
+    """A module with such weights, and the modules through which a state dict is loaded."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -125,7 +125,7 @@ def _sent(weight: nn.Parameter) -> Any:
     """Reduce a weight for another process: in full and by value, or as torch does where it is."""
     if "nc_take" not in vars(weight):
         return reduce_tensor(weight)
-    # By value: memory that is shared must outlive the copy, which nobody here holds.
+    # By value: shared memory would have to outlive the copy.
     content = io.BytesIO()
     torch.save(copy.deepcopy(weight), content)
     return _received, (content.getvalue(),)
@@ -151,7 +151,7 @@ class TrainedWeights:
         self.device = self.all[0].device
         self._model, self.optimizer = model, optimizer
         self.ranks = rank_group(self.all, model.parameters())
-        """The ranks that decide together about a step; None where one decides."""
+        """The ranks that decide together about a step; None without other ranks."""
         parts = dict.fromkeys((optimizer, *member_optimizers(optimizer)))
         self.held = {each: [p for g in each.param_groups for p in g["params"]] for each in parts}
         """Which weights each optimizer was given: the one, or several and the whole of them."""
@@ -166,13 +166,13 @@ class TrainedWeights:
         self.average: WeightAverage | None = None
         self.lookahead: LookaheadPoint | None = None
         self.aside: dict[nn.Parameter, Tensor] = {}
-        """The weights' own digits while other values stand in for them."""
+        """The digits of the trained weights while other values are swapped in."""
         self._master_index: dict[nn.Parameter, int] = {}
         self._ownership: Ownership | None = None
         self._own_writes: OwnWrites | None = None
 
     def apply(self, plan: Plan, *, fused: bool, seed: int = 0) -> None:
-        """Carry out a plan; `seed` is that of `stochastic` rounding."""
+        """Apply a plan; `seed` is used for `stochastic` rounding."""
         self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
         trained = self._trained()
         lowered = rewrite(self._model, plan, trained)
@@ -404,7 +404,7 @@ class TrainedWeights:
         return lost
 
     def _shown(self, weight: nn.Parameter) -> Tensor:
-        """Return what a copy of a weight holds: what stands in for it, where something does."""
+        """Return the value for a copy of a weight: the swapped-in one, if any."""
         get_value = self.ownership.stand_in
         return self.full(weight) if get_value is None else get_value(weight)
 
@@ -442,7 +442,7 @@ def _of_16_bits(
 def _last_uses(
     model: nn.Module, weights: Sequence[nn.Parameter], names: Sequence[str]
 ) -> list[tuple[int, str]]:
-    """Return where in the model each weight is last, and what it is called there."""
+    """Return the last module that holds each weight, and its name there."""
     every = enumerate(model.named_parameters(remove_duplicate=False))
     last = {p: (location, name) for location, (name, p) in every}
     return [

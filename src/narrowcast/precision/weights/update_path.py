@@ -30,7 +30,7 @@ from narrowcast.precision.weights.ownership import Ownership, OwnStepOnly
 def update_path(
     optimizer: torch.optim.Optimizer, policy: Policy, *, requested: bool | None
 ) -> tuple[bool, str]:
-    """Return whether the fused optimizer is used, and why; raise if it is requested in vain."""
+    """Return whether the fused optimizer is used, and why; raise if requested but unsupported."""
     theirs = " beside ".join(map(_optimizer_name, member_optimizers(optimizer)))
     needed = f"moments={policy.moments}" if policy.needs_fused_optimizer else ""
     if requested is False:
@@ -82,7 +82,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def unsupported_settings(optimizer: torch.optim.Optimizer) -> str:
-    """Return which of its groups' settings the fused step cannot obey; nothing where it can."""
+    """Return the group settings that the fused step does not support; empty if all are."""
     for group in optimizer.param_groups:
         for name in ("amsgrad", "maximize", "differentiable"):
             if group.get(name):
@@ -93,7 +93,7 @@ def unsupported_settings(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _unsupported_reason(optimizer: torch.optim.Optimizer) -> str:
-    """Return what about an optimizer the fused step cannot do; nothing where it can stand in."""
+    """Return what the fused step does not support of an optimizer; empty if it can replace it."""
     if len(member_optimizers(optimizer)) > 1:
         return "the fused kernel supports one optimizer, not several"
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):

@@ -20,7 +20,7 @@ COLOURS = 8
 PERCENT = ".3~p"
 """How d3 writes shares on an axis."""
 DASHES = ("solid", "dash", "dot", "dashdot")
-"""So that lines on one another can be seen, and told apart without their colours."""
+"""Dashes keep overlapping lines visible and distinguishable without colour."""
 
 _AXIS = {
     "gridcolor": "@grid",

@@ -31,7 +31,7 @@ class Tensor:
     formats: tuple[str, ...]
     """Every format it had, the last one last."""
     values: Mapping[str, Values]
-    """By measure, one for each sampled step; None where it was not measured."""
+    """By measure, one per sampled step; None if not measured."""
 
     @property
     def wide(self) -> bool:
@@ -97,7 +97,7 @@ def worst(measure: str, values: Sequence[float | None]) -> float | None:
 
 
 def role_index(role: str) -> int:
-    """Return where a role stands in a step."""
+    """Return the position of a role within a step."""
     return ROLES.index(role) if role in ROLES else len(ROLES)
 
 
@@ -278,7 +278,7 @@ def _worst_tensor(tensor: Tensor, steps: Sequence[int]) -> dict[str, Any]:
 
 
 def snr_text(x: float) -> str:
-    """Write an SNR, or what stands in its place."""
+    """Format an SNR, or its replacement."""
     if x == EXACT:
         return "exact"
     return "not finite" if x == BROKEN else decibels(x)

@@ -39,7 +39,7 @@ _NOTES = {"lost": "Fraction of weights whose update was lost to rounding."}
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A figure for plotly, and its text for those who do not see it."""
+    """A figure for plotly, and its alternative text."""
 
     name: str
     title: str
@@ -97,7 +97,7 @@ def loss_chart(data: RunData) -> Chart:
 
 
 def scale_chart(data: RunData) -> Chart | None:
-    """Draw the loss scale over steps with its overflows; nothing where it was 1 throughout."""
+    """Draw the loss scale with its overflows over steps; None if it was always 1."""
     scales = [r.loss_scale for r in data.steps]
     whole = series([r.step for r in data.steps], [s if s > 0 else None for s in scales])
     if not whole.finite or all(s == 1 for s in scales):
@@ -122,7 +122,7 @@ def scale_chart(data: RunData) -> Chart | None:
 
 
 def headline_chart(data: RunData) -> Chart | None:
-    """Draw the headline metric over steps; nothing where it is the loss, which has its chart."""
+    """Draw the headline metric over steps; None for the loss, which has its own chart."""
     metric = data.headline
     if metric is None or metric.name == LOSS or not data.steps:
         return None
@@ -153,7 +153,7 @@ def headline_chart(data: RunData) -> Chart | None:
 
 
 def parts_chart(data: RunData) -> Chart | None:
-    """Draw each part of the loss over steps; nothing where the loss is of one piece."""
+    """Draw each part of the loss over steps; None if the loss has no parts."""
     curves = {name: curve for name in data.parts if (curve := _part_curve(data, name)).finite}
     if not curves:
         return None

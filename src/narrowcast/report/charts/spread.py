@@ -57,7 +57,7 @@ def spread_charts(records: Sequence[ExponentRecord]) -> list[Chart]:
 
 
 def spread_note(records: Sequence[ExponentRecord]) -> str:
-    """Return how many tensors have a histogram that is not drawn; empty where all are."""
+    """Return how many tensors have a histogram that is not drawn; empty if all are."""
     tensors = len({(r.module, r.role) for r in records if sum(r.counts)})
     if tensors <= MOST_CHARTS:
         return ""
@@ -72,7 +72,7 @@ def _rank(record: ExponentRecord) -> tuple[float, float, int]:
 
 
 def _lost(record: ExponentRecord) -> tuple[float, float]:
-    """Return the shares below and above what the format holds; none where it is not known."""
+    """Return the shares below and above the range of the format; None if unknown."""
     reach, total = REACHES.get(record.format), sum(record.counts)
     if reach is None:
         return 0.0, 0.0

@@ -163,7 +163,7 @@ def different_data(differing: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def causes(differing: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the settings that may explain a difference; those of precision count as one."""
+    """Return the settings that may explain a difference; precision settings count as one."""
     matches = [key for key in differing if not key.startswith(_WITHOUT_EFFECT)]
     if "steps" in matches:  # which epochs stand for
         matches = [key for key in matches if key != "epochs"]

@@ -21,7 +21,7 @@ class Estimate:
 
     mean: float
     half_width: float | None
-    """Half of the interval; None where one value gives no idea of the spread."""
+    """Half of the interval; None for a single value."""
     n: int
 
     @property
@@ -119,11 +119,11 @@ class Group:
     at_step: Estimate | None
     """The metric at the step of the comparison."""
     at_seconds: Estimate | None
-    """The metric at the seconds of the comparison; None where no run had been evaluated by then."""
+    """The metric at the compared seconds; None if no run was evaluated by then."""
     against: Estimate | None
     """How much `at_step` is above that of the first group; None for the first group itself."""
     seconds_to: Estimate | None
-    """Seconds in steps until the target; None where no run reached it."""
+    """Seconds in steps until the target; None if no run reached it."""
     steps_to: Estimate | None
     reached: int
     """Runs that reached the target."""

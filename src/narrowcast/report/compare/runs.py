@@ -38,7 +38,7 @@ class ComparedRun:
     """One run of a comparison."""
 
     label: str
-    """The folder as it was named."""
+    """The folder as the user named it."""
     data: RunData
     points: tuple[Point, ...]
     """Finite values of the metric, in the order of steps."""

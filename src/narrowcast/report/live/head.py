@@ -56,7 +56,7 @@ def head(
 
 
 def setting(settings: Mapping[str, Any], key: str) -> object:
-    """Return what the recipe set `key` to; None where the file does not say."""
+    """Return the recipe's value of `key`; None if the file does not set it."""
     entry = settings.get(key)
     return entry.get("value") if isinstance(entry, Mapping) else None
 

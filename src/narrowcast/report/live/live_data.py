@@ -152,7 +152,7 @@ class LiveData:
     """The records of one file from its beginning, summed up as they come."""
 
     def __init__(self, task: TaskInfo = BEFORE_TASK_JSON, *, min_delta: float = 0.0) -> None:
-        """Start before the first record; `min_delta` is that of the recipe."""
+        """Start before the first record; `min_delta` comes from the recipe."""
         self.task, self._min_delta = task, min_delta
         self.tally = Tally(steps=0)
         self.course = LiveProgress()

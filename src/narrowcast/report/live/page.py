@@ -31,7 +31,7 @@ class LiveDocument:
 
 @cache
 def documents() -> dict[str, LiveDocument]:
-    """Return every document by its path; there are no others."""
+    """Return all documents by path."""
     plotly = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     # The name changes with the content, so a browser may keep it for good.
     path = f"/plotly-{hashlib.sha256(plotly).hexdigest()[:16]}.js"

@@ -34,7 +34,7 @@ PAUSE_SECONDS = 0.5
 BEAT_SECONDS = 10.0
 """Between two signs of life, when nothing has changed."""
 PATIENCE_SECONDS = 15.0
-"""For a request to arrive, and for a page to take what it is sent."""
+"""Timeout for a request to arrive and for a response to be read."""
 PIECE_BYTES = 2**16
 
 _log = logging.getLogger(__name__)

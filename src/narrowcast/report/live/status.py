@@ -10,7 +10,7 @@ from narrowcast.runs.commands import resume_command
 QUIET_SECONDS = 5.0
 """Seconds after the last record: a disk may not share the locks of another machine."""
 STARTING_SECONDS = 1800.0
-"""A first step may compile for minutes; nobody waits longer without asking why."""
+"""A first step may compile for minutes; after this the page shows a warning."""
 SILENT_SECONDS = 120.0
 """An evaluation or a checkpoint that takes longer is worth a remark."""
 SILENT_STEPS = 20
@@ -46,7 +46,7 @@ class LiveProgress:
 def status(
     course: LiveProgress, *, folder: Path, held: bool | None, quiet: float, missing: bool
 ) -> tuple[RunEnding, bool]:
-    """Return where a run stands and whether it runs; `held` is its lock, None where unknown."""
+    """Return where a run stands and whether it runs; `held` is its lock, None if unknown."""
     if missing:
         advice = f"The folder `{folder}` no longer exists. The page shows what was read before."
         return RunEnding("Folder removed", "bad", advice=advice), False
@@ -133,7 +133,7 @@ def _ended(course: LiveProgress, folder: Path, *, sign: str) -> RunEnding:
 def _remark(course: LiveProgress, *, quiet: float) -> str:
     if quiet < _silence(course):
         return ""
-    # Whole minutes, so that the page is not told the same every second.
+    # Whole minutes, so that the page is not updated every second.
     return (
         f"Nothing was recorded for {duration(quiet // 60 * 60)}, but the process is still running."
     )

@@ -96,7 +96,7 @@ class WatchedRun:
         result = peek_json(self.folder / RESOLVED, most_bytes=MOST_BYTES)
         if isinstance(result, dict):
             self._settings = result
-        # A damaged file is the report's to complain of; the page goes on with what it knows.
+        # The report raises for a damaged file; the page continues with what it has read.
         with contextlib.suppress(CheckpointError):
             said = peek_json(self.folder / TASK, most_bytes=MOST_BYTES)
             self._task = BEFORE_TASK_JSON if said is None else TaskInfo.from_json(said)
@@ -150,7 +150,7 @@ class WatchedRun:
         top = frame_top(losses)
         low = min(losses) if losses else 0.0
         ends = [] if top is None else [low - 0.05 * (top - low), top]
-        # Beyond these a power of two is no float; no loss scale of ours comes near.
+        # Larger powers of two are not floats; loss scales stay far below.
         drawable = bool(scales) and 2.0**-1000 < min(scales) <= max(scales) < 2.0**1000
         return {
             "loss": ends if ends and all(map(math.isfinite, ends)) else None,
@@ -191,9 +191,9 @@ class WatchedRun:
 
 
 def _first_changed(growing: Growing, lines: tuple[int, int, int] | None) -> int | None:
-    """Return the first row that a page does not have as it is now; None where it has all."""
+    """Return the first row that a page has not received in its current form; None if it has all."""
     epoch, length, added = lines or (growing.epoch, 0, 0)
     if epoch != growing.epoch:
         return 0
-    # Only the last row that was told may have changed since.
+    # Only the last row that was sent may have changed since.
     return max(0, length - 1) if added != growing.added else None

@@ -41,7 +41,7 @@ class DivergenceMonitor:
     norms: int = 0
     first_norm: float = 0.0
     problem: str = ""
-    """What the worst observation was since `cleared()`; empty where there was no divergence."""
+    """What the worst observation was since `cleared()`; empty if there was no divergence."""
 
     @property
     def noise(self) -> float:

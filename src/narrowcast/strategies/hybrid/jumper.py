@@ -28,7 +28,7 @@ FEWEST_JUMPS = 3
 FEWEST_PAIRS = 8
 """Differences below which their own spread is too uncertain to judge by."""
 WHOLE, HALF = 1.0, 0.5
-"""Shares of a predicted movement: the prediction, and its correction where that is rejected."""
+"""Fractions of a predicted movement: the whole, then half if that is rejected."""
 RISK = 0.05
 """Largest probability that a jump is accepted which changes nothing."""
 
@@ -114,7 +114,7 @@ class Jumper:
             self.history.take(step, self._read())
 
     def refusal(self) -> str:
-        """Return why the budget allows no jump; empty where it does."""
+        """Return why the budget allows no jump; empty if it does."""
         rejections, cost = self.account.rejections, attempt_cost(self._batches)
         left = max(0.0, self._budget - self.account.spent)
         if rejections >= MAX_REJECTIONS:

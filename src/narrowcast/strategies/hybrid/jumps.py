@@ -57,13 +57,13 @@ class JumpCourse:
             self._monitor = self._monitor.after(record.loss, record.grad_norm)
 
     def divergence(self) -> str:
-        """Return how the run diverged since this was last called; empty where it did not."""
+        """Return how the run diverged since this was last called; empty if it did not."""
         problem, self._monitor = self._monitor.problem, self._monitor.cleared()
         self._divergences += bool(problem)
         return problem
 
     def refusal(self) -> str:
-        """Return why no jump is tried now; empty where one is."""
+        """Return why no jump is tried now; empty if one is."""
         account, threshold = self._jumper.account, self._recipe.strategy.phases.confidence_threshold
         if not account.is_confident(threshold):
             return f"a jump is accepted with a probability of {account.confidence:.2f}"
@@ -154,7 +154,7 @@ class JumpCourse:
 
 
 def jump_length(longest: int, confidence: float) -> int:
-    """Return how many steps a jump stands for: more where it is likelier to be accepted."""
+    """Return how many steps a jump replaces: more if it is likelier to be accepted."""
     return max(min(SHORTEST_JUMP, longest), math.floor(longest * confidence**2))
 
 

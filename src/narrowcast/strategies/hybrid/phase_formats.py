@@ -17,7 +17,7 @@ from narrowcast.training.task import Task
 
 
 def phase_policies(strategy: StrategySection, policy: str) -> Mapping[Phase, str]:
-    """Return the policy of each phase as text; `policy` is that of the recipe."""
+    """Return the policy of each phase as text; `policy` comes from the recipe."""
     match strategy.precision:
         case "policy":
             chosen = PhasePolicies(auto_recommend=False, default=policy)

@@ -43,7 +43,7 @@ class PhaseCourse:
             self._jumps = JumpCourse(prepared, task, recipe, formats=self._formats)
         self.phase: Phase = "warmup"
         self._end: int | None = self._warmup_steps
-        """The last step of the phase; None where it lasts until the run ends."""
+        """The last step of the phase; None if it lasts until the run ends."""
         self._in_phase: Counter[str] = Counter()
         self._in_policy: Counter[str] = Counter()
 

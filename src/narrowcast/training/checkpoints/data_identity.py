@@ -130,7 +130,7 @@ def _digest_of_some(task: Task, *, workers: int) -> str:
     else:
         with preserve_rng(next(task.model.parameters()).device):
             matches = [look[index] for index in (*indices, *again)]
-    # Samples that are made anew each time they are read are no mark of the data.
+    # Samples that differ at each read cannot identify the data.
     if "" in matches or matches[:READ_AGAIN] != matches[shown:]:
         return ""
     return hashlib.sha256("".join(matches[:shown]).encode()).hexdigest()

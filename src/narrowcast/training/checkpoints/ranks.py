@@ -34,7 +34,7 @@ class CheckpointRanks:
 
     @property
     def has_own_group(self) -> bool:
-        """Whether other collectives may run at the same time as those of a checkpoint."""
+        """Whether other collectives may run during those of a checkpoint."""
         return self.count == 1 or self._group is not dist.group.WORLD
 
     def gather(self, value: Any) -> list[Any]:

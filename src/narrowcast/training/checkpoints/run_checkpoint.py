@@ -215,7 +215,7 @@ def _targets(run: Prepared) -> Callable[[str], Tensor | None]:
     run.engine.weights.ownership.check_not_swapped(doing="load_checkpoint()")
     weights = run.engine.weights
     targets = run_targets(collect_state(run.engine), name=RUN)
-    # A run that has taken no step has no moments yet, and no leads.
+    # A run without steps has no moments and no lookahead points yet.
     for i, weight in enumerate(weights.all):
         targets.setdefault(f"{RUN}/lookahead/leads/{i}", weight)
     moments = {

@@ -1,4 +1,4 @@
-"""The settings that decide what a step does; a resumed run must have those of its checkpoint."""
+"""The settings that determine a step; a resumed run must have the same ones."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -136,7 +136,7 @@ def _wants_graph(prepared: Prepared, task: Task, recipe: Recipe, ranks: RunRanks
             "where it is possible."
         )
     small = sum(p.numel() for p in prepared.model.parameters()) <= LARGEST_CAPTURED
-    # Who saves memory wants none held by a graph, and random numbers cannot be drawn again in one.
+    # Saving memory rules out a graph's own pool, and a graph cannot draw random numbers again.
     small = small and prepared.plan.memory.requested.activation_checkpointing == "none"
     return not why and (recipe.cuda_graph or (recipe.cuda_graph is None and small))
 
