@@ -15,6 +15,7 @@ from narrowcast.workloads import workload_sections
 WORKLOADS = ("lm", "sft", "tutorial")
 SFT = {
     "data": {"path": "sums"}, "model": {"path": "tiny"}, "ica": {"mask_mode": "lesion"},
+    "dpo": {"loss_type": "sigmoid"},
     "eval_tasks": {"perplexity": "text.txt", "exact_match": "rows.csv"},
 }  # fmt: skip
 NEEDED = {"lm": {}, "sft": SFT, "tutorial": {}}
@@ -41,7 +42,7 @@ TOGETHER = {
     "strategy.phases.warmup_steps", "strategy.preset", "strategy.policies",
     "strategy.readout.every", "strategy.lr_horizon", "precision.adapt.max_fraction",
     "precision.adapt.calm_steps",
-    "precision.adapt.cooldown", "profile.first", "profile.steps",
+    "precision.adapt.cooldown", "profile.first", "profile.steps", "dpo.loss_type",
 }  # fmt: skip
 """Settings that may be fine alone and not with the others, or must be powers of two."""
 

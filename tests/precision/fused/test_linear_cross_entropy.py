@@ -178,6 +178,20 @@ def test_rows_weigh_what_the_backward_pass_says_in_fp16(scale):
         assert_close(mine.grad, wanted.grad, dtype=torch.float16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_weigh_what_the_backward_pass_says_if_the_head_is_frozen(dtype):
+    hidden, head, targets = drawn(9, dtype=dtype)
+    head.requires_grad_(False)
+    weights = torch.linspace(-0.5, 1.0, 9, device=DEVICE)
+    losses = nc.linear_cross_entropy(hidden, head, targets, reduction="none", chunk_rows=4)
+    expected, wide, _ = exact(hidden, head, targets, reduction="none")
+    (grad,) = torch.autograd.grad((losses * weights).sum(), [hidden], retain_graph=True)
+    (again,) = torch.autograd.grad((losses * weights).sum(), [hidden])
+    (wanted,) = torch.autograd.grad((expected * weights.double()).sum(), [wide])
+    assert_close(grad, wanted, dtype=dtype)
+    assert torch.equal(grad, again)
+
+
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_huge_logits_give_no_nan(sign):
     hidden, head, targets = drawn(6)

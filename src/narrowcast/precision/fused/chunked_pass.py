@@ -239,7 +239,10 @@ class _TotalLoss(torch.autograd.Function):
 
 
 class _RowLosses(torch.autograd.Function):
-    """Losses of single rows: only the backward pass knows what each row's gradient weighs."""
+    """Losses of single rows: only the backward pass knows what each row's gradient weighs.
+
+    With a frozen head that factor only scales rows of the gradient, so one pass computes both.
+    """
 
     @staticmethod
     def forward(
@@ -252,8 +255,13 @@ class _RowLosses(torch.autograd.Function):
         dtype: torch.dtype,
         needs: tuple[bool, ...],
     ) -> Tensor:
-        losses = _pass(hidden, weight, bias, targets, None, terms, dtype, (False,) * 3)[0]
-        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.is_head_frozen = needs == (True, False, False)
+        now = needs if ctx.is_head_frozen else (False,) * 3
+        losses, grad, *_ = _pass(hidden, weight, bias, targets, None, terms, dtype, now)
+        if ctx.is_head_frozen:
+            ctx.save_for_backward(grad)
+        else:
+            ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.terms, ctx.dtype = terms, dtype
         ctx.dtypes, ctx.needs = grad_dtypes(hidden, weight, bias), needs
         return losses
@@ -261,6 +269,9 @@ class _RowLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative_only()
+        if ctx.is_head_frozen:
+            factor = grad_output.float().unsqueeze(-1) / lift(ctx.dtype)
+            return (*scaled([*ctx.saved_tensors] * 3, factor, ctx), None, None, None, None)
         hidden, weight, bias, targets = ctx.saved_tensors
         # The largest weighs one, by a power of two: fp16 holds rows that a loss scale has lifted,
         # and those that it has not.

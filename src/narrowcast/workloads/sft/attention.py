@@ -149,8 +149,9 @@ class Calling:
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments; without positions, a row is one conversation and padding."""
-        settings: dict[str, Any] = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
-        settings["use_cache"] = False
+        settings: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
+        if "labels" in batch:
+            settings["labels"] = batch["labels"]
         longer = self.context is not None and batch["input_ids"].shape[1] > self.context
         if self.packing or self.bounded or longer:
             settings["position_ids"] = batch["position_ids"]
@@ -186,8 +187,7 @@ class Calling:
                 )
 
     def _logits(self, model: Any, ids: Tensor, places: Tensor) -> Tensor:
-        inputs = self.arguments({"input_ids": ids, "labels": ids, "position_ids": places})
-        del inputs["labels"]
+        inputs = self.arguments({"input_ids": ids, "position_ids": places})
         logits: Tensor = model(**inputs).logits.float()
         return logits
 

@@ -18,6 +18,9 @@ MOST_NAMES = 1000
 
 BaseFormat = Literal["auto", "fp32", "bf16", "fp16", "e4m3", "int8", "nf4", "fp4"]
 SavedFormat = Literal["auto", "fp32", "bf16", "fp16"]
+PreferenceLoss = Literal[
+    "none", "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down"
+]
 Names = Annotated[tuple[Name, ...], Field(min_length=1, max_length=MOST_NAMES)]
 
 
@@ -109,6 +112,58 @@ class LoraSection(Section):
         return (inputs,) if isinstance(inputs, str) else inputs
 
 
+class DpoSection(Section):
+    """Direct preference optimisation (DPO) on chosen and rejected responses."""
+
+    loss_type: PreferenceLoss = Field(
+        default="none",
+        description="loss on preferences, with names of TRL; none: train on responses instead",
+    )
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        le=1000,
+        description="how much the model is kept near the reference, which is the model before "
+        "training; tau of ipo",
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="assumed fraction of wrong preferences, for sigmoid (cDPO) and robust",
+    )
+    sft_weight: float = Field(
+        default=0.0,
+        ge=0,
+        le=1000,
+        description="weight of the cross-entropy of chosen responses that is added to the loss",
+    )
+
+    @model_validator(mode="after")
+    def _is_obeyed(self) -> Self:
+        """Check that settings apply to the kind of loss."""
+        if self.loss_type == "none":
+            changed = [
+                name
+                for name, field in type(self).model_fields.items()
+                if getattr(self, name) != field.default
+            ]
+            text = f"{', '.join(changed)} needs dpo.loss_type; write e.g. loss_type=sigmoid"
+            check_conflicts([(("loss_type", name), text) for name in changed[:1]])
+        elif self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
+            text = (
+                f"loss_type={self.loss_type} has no label_smoothing; leave it out, or write "
+                "loss_type=sigmoid or robust"
+            )
+            check_conflicts([(("loss_type", "label_smoothing"), text)])
+        return self
+
+
 SECTIONS = Sections(
-    data=SftData, model=SftModel, lora=LoraSection, ica=IcaSection, eval_tasks=EvalTasksSection
+    data=SftData,
+    model=SftModel,
+    lora=LoraSection,
+    dpo=DpoSection,
+    ica=IcaSection,
+    eval_tasks=EvalTasksSection,
 )

@@ -13,15 +13,13 @@ from narrowcast.config.sections import Recipe
 from narrowcast.errors import ConfigError
 from narrowcast.precision.plan.folding import decibel_range
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import Metric, TaskInfo
+from narrowcast.runs import TaskInfo
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import EvalBatches, Task
 from narrowcast.workloads.sft.attention import Batch, Calling
-from narrowcast.workloads.sft.data.packing import IGNORED, Packs
-from narrowcast.workloads.sft.data.prepare import DataReport, PreparedData, prepare_data
+from narrowcast.workloads.sft.data.prepare import NO_DATA, PreparedData, prepare_data
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.data.templates import Template
-from narrowcast.workloads.sft.data.tokenised import TokenRows
 from narrowcast.workloads.sft.ica.applied import Applied, sampled
 from narrowcast.workloads.sft.ica.networks import Provenance
 from narrowcast.workloads.sft.ica.settings import IcaSection
@@ -32,21 +30,16 @@ from narrowcast.workloads.sft.judge.settings import EvalTasksSection
 from narrowcast.workloads.sft.models.base import Built, adapted, build_model
 from narrowcast.workloads.sft.models.loading import load_config, load_tokenizer
 from narrowcast.workloads.sft.models.saving import ADAPTER, weights_folder, write_models
+from narrowcast.workloads.sft.objectives import (
+    ROWS_JUDGED,
+    Objective,
+    build_objective,
+    has_preferences,
+)
 from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
-LOSS, PERPLEXITY = Metric(name="loss"), Metric(name="perplexity")
-ROWS_JUDGED = 64
-"""Training rows to evaluate on if there is no validation data."""
 LOGIT_BYTES = 2**30
 """Of fp32 logits at once in an evaluation."""
-WEIGHT = "weight"
-"""Key of a batch: its weight within the step."""
-NO_DATA = PreparedData(
-    train=Packs(rows=TokenRows.joined([]), packs=(), padding=0, width=None),
-    validation=None,
-    report=DataReport(formats=(), template="", rows_read=0),
-)
-"""Data of a plan."""
 
 
 def build_task(recipe: Recipe, *, device: torch.device) -> Task:
@@ -64,7 +57,10 @@ def build_task(recipe: Recipe, *, device: torch.device) -> Task:
             "embeddings (resize_token_embeddings of transformers) and save the model."
         )
     context = getattr(text_config, "max_position_embeddings", None)
-    rows = NO_DATA if device.type == "meta" else prepare_data(data, tokenizer, seed=recipe.seed)
+    pairs = has_preferences(recipe)
+    rows = NO_DATA
+    if device.type != "meta":
+        rows = prepare_data(data, tokenizer, seed=recipe.seed, pairs=pairs)
     _check_row_lengths(rows, context)
     built = build_model(recipe, device=device)
     calling = Calling(packing=data.packing, bounded=built.bounded, context=context)
@@ -72,6 +68,8 @@ def build_task(recipe: Recipe, *, device: torch.device) -> Task:
         calling.check_causal(built.model, vocabulary=text_config.vocab_size)
     networks = _networks(recipe, built.model, rows)
     judge, notes = None, _trained(built, recipe)
+    objective, lines = build_objective(recipe, built.model, calling, rows, device=device)
+    notes += lines
     if rows.template is not None:
         notes += [*rows.report.lines(), *_stop_at_ends(built.model, rows.template, recipe)]
         judge = Judge(
@@ -80,14 +78,14 @@ def build_task(recipe: Recipe, *, device: torch.device) -> Task:
             model=built.model,
             steps=recipe.for_samples(len(rows.train)).steps,
             eval_every=recipe.eval.every,
-            shown=None if rows.validation is None else rows.validation.rows,
+            shown=rows.shown,
         )
     fine_tuning = FineTuning(
         recipe=recipe,
         tokenizer=tokenizer,
         data=rows,
         judge=judge,
-        calling=calling,
+        objective=objective,
         vocabulary=text_config.vocab_size,
         networks=networks,
         device=device,
@@ -163,54 +161,42 @@ class FineTuning:
     data: PreparedData
     judge: Judge | None
     """None on the meta device."""
-    calling: Calling
+    objective: Objective
     vocabulary: int
     networks: Applied | None
     device: torch.device
 
     def task(self, model: nn.Module, notes: Sequence[str]) -> Task:
         """Return the task for the engine."""
-        judge, networks = self.judge, self.networks
+        judge, networks, objective = self.judge, self.networks, self.objective
         judged = () if judge is None else judge.info_metrics()
         # The judge first: it evaluates the model without masks, as it is saved.
         hooks = [*(() if judge is None else judge.hooks())]
         hooks += [] if networks is None else [networks.hook]
+        hooks += objective.hooks()
+        length = self.recipe.section(SftData).max_seq_length
+        rows_each = 2 if has_preferences(self.recipe) else 1
         return Task(
             model=model,
             train_data=self.data.train,
-            loss=self.loss,
+            loss=objective.loss,
             evaluate=self.evaluate,
-            items=self.items,
-            info=TaskInfo(unit="token", metrics=(LOSS, PERPLEXITY, *judged), notes=tuple(notes)),
-            gemm_rows=self.recipe.batch_size * self.recipe.section(SftData).max_seq_length,
+            items=objective.items,
+            info=TaskInfo(
+                unit="token",
+                metrics=(*objective.metrics, *judged),
+                loss_parts=objective.loss_parts,
+                notes=tuple(notes),
+            ),
+            gemm_rows=rows_each * self.recipe.batch_size * length,
             held_out=self.held_out(),
             data_digest=self.digest,
-            prepare_microbatches=self.weigh,
-            loss_terms=lambda batch: (batch["labels"] != IGNORED).sum(),
+            prepare_microbatches=objective.weigh,
+            loss_terms=objective.terms,
             hooks=tuple(hooks),
             write_results=self.write_results,
             weights_path=weights_folder(self.recipe),
         )
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy, times the weight of the batch."""
-        loss: Tensor = model(**self.calling.arguments(batch)).loss
-        return loss * batch[WEIGHT] if WEIGHT in batch else loss
-
-    def weigh(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Weight micro-batches by their tokens with a loss."""
-        if len(batches) == 1:
-            return list(batches)
-        learnt = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).float()
-        shares = learnt / learnt.mean()
-        return [{**batch, WEIGHT: shares[i]} for i, batch in enumerate(batches)]
-
-    def items(self, batch: Batch) -> int:
-        """Count the tokens of a batch without padding."""
-        tokens, learnt = batch["input_ids"], batch["labels"] != IGNORED
-        said = (tokens != self.data.train.padding) | learnt
-        places = torch.arange(1, tokens.shape[1] + 1)
-        return int((said * places).amax(1).sum())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return loss, perplexity and evaluation tasks; synchronises."""
@@ -218,14 +204,8 @@ class FineTuning:
         return measured if judge is None else measured | judge.metrics(model)
 
     def _measured(self, model: nn.Module) -> dict[str, float]:
-        nats, tokens = torch.zeros((), dtype=torch.float64), 0
-        for part in range(len(self._parts())):
-            batch = self._eval_batch(part)
-            learnt = int((batch["labels"] != IGNORED).sum())
-            nats += self.loss(model, batch).cpu().double() * learnt
-            tokens += learnt
-        loss = nats / tokens
-        return {"loss": loss.item(), "perplexity": loss.exp().item()}
+        batches = map(self._eval_batch, range(len(self._parts())))
+        return self.objective.measured(model, batches)
 
     def digest(self) -> str:
         """Return a fingerprint of training and evaluation data."""
@@ -248,7 +228,7 @@ class FineTuning:
         parts = len(self._parts())
 
         def loss(model: nn.Module, part: int) -> Tensor:
-            return self.loss(model, self._eval_batch(part))
+            return self.objective.total(model, self._eval_batch(part))
 
         return EvalBatches(parts=parts, headline=loss) if parts else None
 

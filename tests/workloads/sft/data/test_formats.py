@@ -3,7 +3,8 @@ from typing import get_args
 import pytest
 
 from narrowcast.errors import ConfigError
-from narrowcast.workloads.sft.data.formats import FORMATS, Conversations, detected
+from narrowcast.workloads.sft.data.formats import FORMATS, Conversations, Turn, detected
+from narrowcast.workloads.sft.data.preferences import PAIRED
 from narrowcast.workloads.sft.data.prepare import prepare_data
 from narrowcast.workloads.sft.data.settings import Columns, FormatChoice, SftData
 from narrowcast.workloads.sft.data.sources import Row
@@ -16,7 +17,8 @@ def read(*rows, choice="auto", **columns):
 
 
 def turns(*rows, **how):
-    return [[tuple(turn) for turn in each.turns] for each in read(*rows, **how)]
+    """Role, text and context of each turn."""
+    return [[turn[:3] for turn in each.turns] for each in read(*rows, **how)]
 
 
 ASKED = [("user", "Q", ""), ("assistant", "A", "")]
@@ -53,7 +55,8 @@ def test_a_row_of_each_known_format_becomes_the_same_turns(row, expected):
 
 def test_every_format_can_be_found_and_can_be_asked_for():
     assert [detected(form.keys) for form in FORMATS] == list(FORMATS)
-    assert {"auto", "infer", *(form.name for form in FORMATS)} == set(get_args(FormatChoice))
+    names = {form.name for form in (*FORMATS, *PAIRED)}
+    assert {"auto", "infer", *names} == set(get_args(FormatChoice))
 
 
 def test_messages_keep_their_order_over_many_turns():
@@ -130,7 +133,7 @@ def test_names_are_guessed_at_only_where_that_is_asked_for():
     with pytest.raises(ConfigError, match=r"or data.format=infer"):
         turns(row)
     found = read(row, choice="infer")
-    assert [each.turns for each in found] == [(("user", "Q", ""), ("assistant", "A", ""))]
+    assert [each.turns for each in found] == [(Turn("user", "Q"), Turn("assistant", "A"))]
     assert found.format.name == "inferred my_question+best_answer"
 
 

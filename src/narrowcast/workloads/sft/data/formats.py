@@ -31,6 +31,8 @@ class Turn(NamedTuple):
     text: str
     context: str = ""
     """Context of a question, which some templates render separately."""
+    learnt: bool = True
+    """Whether this has a loss, if it is a response."""
 
     @property
     def whole(self) -> str:
@@ -113,6 +115,8 @@ class Format(NamedTuple):
     system: str = ""
     messages: str = ""
     text: str = ""
+    chosen: str = ""
+    rejected: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -164,17 +168,28 @@ class Conversations:
     def _first(self, row: Row) -> Format:
         if self._columns.are_set:
             inputs = self._columns.model_dump()
-            named = Format("columns", **{what: name or "" for what, name in inputs.items()})
-            for key in named.keys:
+            form = Format("columns", **{what: name or "" for what, name in inputs.items()})
+            for key in form.keys:
                 _value(row, key)
-            return named
+            return form
         if self._choice == "infer":
             return inferred(row.values, row.location)
         if self._choice != "auto":
-            return next(each for each in FORMATS if each.name == self._choice)
+            named = [each for each in FORMATS if each.name == self._choice]
+            if not named:
+                raise ConfigError(
+                    f"data.format={self._choice} is for preferences. Write dpo.loss_type=sigmoid, "
+                    "or another format."
+                )
+            return named[0]
         result = detected(row.values)
         if result is None:
             _check_separator(row)
+            if {"chosen", "rejected"} <= set(row.values):
+                raise ConfigError(
+                    f"{row.location} has a chosen and a rejected response. Write "
+                    "dpo.loss_type=sigmoid to train on preferences."
+                )
             raise ConfigError(
                 f"{row.location} has no known format, got the columns {_listed(row.values)}. Write "
                 "data.columns.instruction=COLUMN data.columns.response=COLUMN, or "

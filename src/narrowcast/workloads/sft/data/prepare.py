@@ -17,6 +17,7 @@ from narrowcast.runs.writing import explain_write_error, written_atomically
 from narrowcast.training.checkpoints.data_identity import fingerprint
 from narrowcast.workloads.sft.data.formats import Conversations
 from narrowcast.workloads.sft.data.packing import Packs, alone, packed
+from narrowcast.workloads.sft.data.preferences import PairedRows, Pairs, pair_rows
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.data.sources import Row, Source, Sources, find_sources
 from narrowcast.workloads.sft.data.templates import Template, select_template
@@ -60,7 +61,7 @@ def token_cache_folder(data: SftData) -> Path:
     return folder
 
 
-def cache_key(sources: Sources, template: Template, data: SftData) -> str:
+def cache_key(sources: Sources, template: Template, data: SftData, *, pairs: bool = False) -> str:
     """Return a SHA-256 of everything the tokens depend on."""
     whole = hashlib.sha256()
     settings = data.model_dump(include=set(MATTERS))
@@ -71,6 +72,7 @@ def cache_key(sources: Sources, template: Template, data: SftData) -> str:
         template.identity,
         tokenizer.backend_tokenizer.to_str(),
         json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
+        *(["pairs"] if pairs else []),
         *(_content(source) for source in sources.train),
         "validation",
         *(_content(source) for source in sources.validation),
@@ -176,11 +178,16 @@ def _row_bytes(row: Row) -> bytes:
     return json.dumps(dict(row.values), sort_keys=True, default=str).encode()
 
 
-def split_rows(rows: TokenRows, share: float, *, seed: int) -> tuple[TokenRows, TokenRows | None]:
-    """Return training and validation rows, split by seed and content: equal rows stay together."""
+def split_rows(
+    rows: TokenRows, share: float, *, seed: int, pairs: bool = False
+) -> tuple[TokenRows, TokenRows | None]:
+    """Return training and validation rows, split by seed and content: equal rows stay together.
+
+    Of `pairs`, two rows each, those with the same prompt stay together.
+    """
     if share == 0:
         return rows, None
-    drawn = _digests(rows, seed)
+    drawn = _digests(rows, seed, pairs=pairs)
     order = sorted(set(drawn))
     if len(order) < 2:
         raise ConfigError(
@@ -199,10 +206,18 @@ def rows_in_both(train: TokenRows, validation: TokenRows) -> int:
     return sum(digest in known for digest in _digests(validation, 0))
 
 
-def _digests(rows: TokenRows, seed: int) -> list[bytes]:
+def _digests(rows: TokenRows, seed: int, *, pairs: bool = False) -> list[bytes]:
+    """Return what tells rows apart, of pairs their prompt."""
     key = seed.to_bytes(8, "little")
+
+    def content(number: int) -> bytes:
+        if not pairs:
+            return rows.row(number)[0].tobytes()
+        tokens, learnt = rows.row(number - number % 2)
+        return tokens[: int(np.argmax(learnt))].tobytes()
+
     return [
-        hashlib.blake2b(rows.row(number)[0].tobytes(), key=key, digest_size=16).digest()
+        hashlib.blake2b(content(number), key=key, digest_size=16).digest()
         for number in range(len(rows))
     ]
 
@@ -214,6 +229,8 @@ class DataReport:
     formats: tuple[str, ...]
     template: str
     rows_read: int
+    pairs: bool = False
+    """Whether two rows each are a pair of preferences."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Dropped rows by reason."""
     cut: int = 0
@@ -235,10 +252,12 @@ class DataReport:
         return self.learnt_tokens / max(self.tokens, 1)
 
     def lines(self) -> list[str]:
-        formats = ", ".join(self.formats)
+        formats, what = ", ".join(self.formats), "pairs" if self.pairs else "rows"
+        each = 2 if self.pairs else 1
         said = [
             f"{self.rows_read:,} rows read as {formats}, rendered with template {self.template}: "
-            f"{self.train_rows:,} training rows, {self.validation_rows:,} validation rows",
+            f"{self.train_rows // each:,} training {what}, "
+            f"{self.validation_rows // each:,} validation {what}",
             f"{self.tokens:,} training tokens, loss on {self.response_share:.1%} of them",
         ]
         if self.packs < self.train_rows:
@@ -262,11 +281,19 @@ class DataReport:
 class PreparedData:
     """Training and validation batches, and a report."""
 
-    train: Packs
-    validation: Packs | None
+    train: Packs | PairedRows
+    validation: Packs | PairedRows | None
     report: DataReport
     template: Template | None = None
     """None for a plan, which reads no data."""
+
+    @property
+    def shown(self) -> TokenRows | None:
+        """The validation rows to show samples of, of pairs the chosen ones."""
+        held = self.validation
+        if isinstance(held, PairedRows):
+            return held.rows.taken(range(0, len(held.rows), 2))
+        return None if held is None else held.rows
 
     def digest(self) -> str:
         """Return a fingerprint of all tokens and loss masks."""
@@ -274,8 +301,16 @@ class PreparedData:
         return fingerprint(*(array for part in parts for array in part.rows.arrays().values()))
 
 
-def prepare_data(data: SftData, tokenizer: Any, *, seed: int) -> PreparedData:
-    """Read, filter, tokenise, split and pack the data of a recipe."""
+NO_DATA = PreparedData(
+    train=Packs(rows=TokenRows.joined([]), packs=(), padding=0, width=None),
+    validation=None,
+    report=DataReport(formats=(), template="", rows_read=0),
+)
+"""Data of a plan."""
+
+
+def prepare_data(data: SftData, tokenizer: Any, *, seed: int, pairs: bool = False) -> PreparedData:
+    """Read, filter, tokenise, split and pack the data of a recipe; `pairs` are preferences."""
     template = select_template(
         data.template_format,
         tokenizer,
@@ -283,30 +318,37 @@ def prepare_data(data: SftData, tokenizer: Any, *, seed: int) -> PreparedData:
         loss_on=data.loss_on,
     )
     sources = find_sources(data)
-    stored, cached, note = _cached_rows(sources, template, data)
+    stored, cached, note = _cached_rows(sources, template, data, pairs=pairs)
     train, validation = stored.train, stored.validation
     if validation is None:
-        train, validation = split_rows(train, data.validation_split, seed=seed)
+        train, validation = split_rows(train, data.validation_split, seed=seed, pairs=pairs)
     padding = padding_token(tokenizer)
-    training = _packs(train, data, padding)
+    training = _batches(train, data, padding, pairs=pairs)
     report = DataReport(
         **{**stored.about, "formats": tuple(stored.about["formats"])},
         template=template.name,
+        pairs=pairs,
         train_rows=len(train),
         validation_rows=0 if validation is None else len(validation),
         repeated_rows=0 if stored.validation is None else rows_in_both(train, stored.validation),
         tokens=len(train.tokens),
         learnt_tokens=int(train.learnt.sum()),
-        packs=len(training),
+        packs=len(train) if pairs else len(training),
         efficiency=training.efficiency,
         cached=cached,
         notes=(*sources.notes, *([note] if note else [])),
     )
-    held = None if validation is None else _packs(validation, data, padding)
+    held = None
+    if validation is not None:
+        held = _batches(validation, data, padding, pairs=pairs, first=len(training))
     return PreparedData(train=training, validation=held, report=report, template=template)
 
 
-def _packs(rows: TokenRows, data: SftData, padding: int) -> Packs:
+def _batches(
+    rows: TokenRows, data: SftData, padding: int, *, pairs: bool, first: int = 0
+) -> Packs | PairedRows:
+    if pairs:
+        return PairedRows(rows=rows, padding=padding, flat=data.packing, first=first)
     if not data.packing:
         return Packs(rows=rows, packs=alone(len(rows)), padding=padding, width=None)
     packs = packed(rows.lengths.tolist(), data.max_seq_length)
@@ -314,36 +356,46 @@ def _packs(rows: TokenRows, data: SftData, padding: int) -> Packs:
 
 
 def _cached_rows(
-    sources: Sources, template: Template, data: SftData
+    sources: Sources, template: Template, data: SftData, *, pairs: bool
 ) -> tuple[CachedRows, bool, str]:
     """Return the tokens, whether they were cached, and a note on a damaged cache."""
     if not data.pretokenize:
-        return _tokenised(sources, template, data), False, ""
-    folder, key = token_cache_folder(data), cache_key(sources, template, data)
+        return _tokenised(sources, template, data, pairs=pairs), False, ""
+    folder, key = token_cache_folder(data), cache_key(sources, template, data, pairs=pairs)
     result, note = load_tokens(folder, key)
     if result is not None:
         return result, True, ""
-    made = _tokenised(sources, template, data)
+    made = _tokenised(sources, template, data, pairs=pairs)
     save_tokens(folder, key, made)
     return made, False, note
 
 
-def _tokenised(sources: Sources, template: Template, data: SftData) -> CachedRows:
+def _tokenised(sources: Sources, template: Template, data: SftData, *, pairs: bool) -> CachedRows:
     tally, encoder = Tally(), Encoder.of(template, data)
-    train = _rows(sources.train, encoder, tally, key="path")
+    train = _rows(sources.train, encoder, tally, key="path", pairs=pairs)
     held = sources.validation
-    validation = _rows(held, encoder, tally, key="validation_path") if held else None
+    validation = None
+    if held:
+        validation = _rows(held, encoder, tally, key="validation_path", pairs=pairs)
     return CachedRows(train, validation, tally.to_json())
 
 
-def _rows(sources: Sequence[Source], encoder: Encoder, tally: Tally, *, key: str) -> TokenRows:
+def _rows(
+    sources: Sequence[Source], encoder: Encoder, tally: Tally, *, key: str, pairs: bool
+) -> TokenRows:
     data, matched = encoder.data, []
     for source in sources:
-        read = Conversations(source.rows(), data.format, data.columns)
-        matched += list(encoder.rows(filter_rows(read, data, tally), tally))
-        tally.rows_read += read.count
-        if read.format is not None:
-            tally.formats.add(read.format.name)
+        if pairs:
+            paired = Pairs(source.rows(), data.format)
+            matched += list(pair_rows(paired, encoder, tally))
+            count, form = paired.count, paired.format
+        else:
+            read = Conversations(source.rows(), data.format, data.columns)
+            matched += list(encoder.rows(filter_rows(read, data, tally), tally))
+            count, form = read.count, read.format
+        tally.rows_read += count
+        if form is not None:
+            tally.formats.add(form.name)
     if not matched:
         why = ", ".join(f"{count}: {reason}" for reason, count in tally.dropped.items())
         raise ConfigError(

@@ -29,7 +29,7 @@ FormatChoice = Literal[
     "context+question+answer", "input+output", "message_1+message_2", "prompt+completion",
     "prompt+response", "question+answer", "question+response", "context+response",
     "Context+Response", "instruction+response", "instruction+output", "messages",
-    "conversations", "text",
+    "conversations", "text", "prompt+chosen+rejected", "chosen+rejected",
 ]  # fmt: skip
 TemplateChoice = Literal["auto", "chat", "alpaca", "chatml", "basic"]
 

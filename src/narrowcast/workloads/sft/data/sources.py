@@ -263,8 +263,10 @@ def sums() -> Iterator[Row]:
     numbers = range(LARGEST + 1)
     requested = ((a, b, text) for a in numbers for b in numbers for text in QUESTIONS)
     for number, (a, b, text) in enumerate(requested, 1):
-        values = {"question": text.format(a=a, b=b), "answer": f"{a} + {b} = {a + b}"}
-        yield Row(values, f"sums, row {number}")
+        question, answer = text.format(a=a, b=b), f"{a} + {b} = {a + b}"
+        # For preference tuning, the rejected sum is one too many.
+        pair = {"prompt": question, "chosen": answer, "rejected": f"{a} + {b} = {a + b + 1}"}
+        yield Row({"question": question, "answer": answer, **pair}, f"sums, row {number}")
 
 
 class Source(NamedTuple):

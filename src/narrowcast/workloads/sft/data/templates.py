@@ -50,7 +50,7 @@ def chat_pieces(
             if number == last and not rendered.full[:stop].endswith(eos):
                 stop = len(rendered.full)
             yield Piece(rendered.full[done:start], False)
-            yield Piece(rendered.full[start:stop], True)
+            yield Piece(rendered.full[start:stop], turn.learnt)
             done = stop
     yield Piece(rendered.full[done:], False)
     if not rendered.full[:done].rstrip().endswith(eos):
@@ -237,7 +237,7 @@ def require_end(tokenizer: Any) -> None:
 
 def _chatml(conversation: Conversation, end: str) -> Iterator[Piece]:
     for number, turn in enumerate(conversation.turns, 1):
-        learnt = turn.role == "assistant"
+        learnt = turn.role == "assistant" and turn.learnt
         # The base model's generation settings may stop only at its eos token.
         ends = learnt and number == len(conversation.turns) and end != END_OF_TURN
         yield Piece(f"<|im_start|>{turn.role}\n", False)
@@ -252,7 +252,7 @@ def _alpaca(conversation: Conversation, end: str) -> Iterator[Piece]:
         head = "\n\n" if number else f"{system or ALPACA + paired + ALPACA_REQUEST}\n\n"
         inputs = f"### Input:\n{requested.context}\n\n" if requested.context else ""
         yield Piece(f"{head}### Instruction:\n{requested.text}\n\n{inputs}### Response:\n", False)
-        yield Piece(f"{answer.text}{end}", True)
+        yield Piece(f"{answer.text}{end}", answer.learnt)
 
 
 def _basic(conversation: Conversation, template: str, end: str) -> Iterator[Piece]:
@@ -263,7 +263,7 @@ def _basic(conversation: Conversation, template: str, end: str) -> Iterator[Piec
         head = "\n\n" if number else f"{system}\n\n" if system else ""
         yield Piece(f"{head}{before}{request.whole}{after}", False)
         # The text after {response} ends a response.
-        yield Piece(f"{answer.text}{tail}{end}", True)
+        yield Piece(f"{answer.text}{tail}{end}", answer.learnt)
 
 
 def _paired(conversation: Conversation, name: str) -> tuple[str, list[tuple[Turn, Turn]]]:

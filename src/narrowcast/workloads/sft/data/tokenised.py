@@ -45,18 +45,22 @@ def filter_rows(
 ) -> Iterator[Conversation]:
     """Yield usable conversations; count the others, or raise for the first."""
     for conversation in conversations:
-        require_characters(conversation)
-        if wrong := _unanswered(conversation):
-            if data.empty_response == "refuse":
-                raise ConfigError(
-                    f"{conversation.location}: {wrong}. Fix the row, or write "
-                    "data.empty_response=drop to drop such rows."
-                )
-            tally.dropped[EMPTY] += 1
-        elif why := _too_wordy(conversation, data):
+        if why := drop_reason(conversation, data):
             tally.dropped[why] += 1
         else:
             yield conversation
+
+
+def drop_reason(conversation: Conversation, data: SftData) -> str:
+    """Return why a conversation is dropped, or an empty string; raise if it may not be."""
+    require_characters(conversation)
+    wrong = _unanswered(conversation)
+    if wrong and data.empty_response == "refuse":
+        raise ConfigError(
+            f"{conversation.location}: {wrong}. Fix the row, or write data.empty_response=drop to "
+            "drop such rows."
+        )
+    return EMPTY if wrong else _too_wordy(conversation, data)
 
 
 def _unanswered(conversation: Conversation) -> str:
@@ -168,13 +172,18 @@ class Encoder:
         waiting = iter(conversations)
         while some := list(islice(waiting, TOGETHER)):
             written = [self.template.written(each) for each in some]
-            for each, row in zip(some, self._encoded(written), strict=True):
-                fitted = self._fitted(row, each.location, tally)
+            for each, row in zip(some, self.encoded(written), strict=True):
+                fitted = self.fitted(row, each.location, tally)
                 if fitted is not None:
-                    tally.with_signs += any(self.signs.search(turn.whole) for turn in each.turns)
+                    tally.with_signs += self.has_signs(each)
                     yield fitted
 
-    def _encoded(self, written: Sequence[Written]) -> Iterator[tuple[Tokens, Learnt]]:
+    def has_signs(self, conversation: Conversation) -> bool:
+        """Return whether a conversation contains the text of a special token."""
+        return any(self.signs.search(turn.whole) for turn in conversation.turns)
+
+    def encoded(self, written: Sequence[Written]) -> Iterator[tuple[Tokens, Learnt]]:
+        """Yield the tokens and the loss mask of each text."""
         result = self.template.tokenizer(
             [each.text for each in written],
             add_special_tokens=False,
@@ -191,9 +200,10 @@ class Encoder:
             marks[:1] = False
             yield tokens, marks
 
-    def _fitted(
+    def fitted(
         self, row: tuple[Tokens, Learnt], location: str, tally: Tally
     ) -> tuple[Tokens, Learnt] | None:
+        """Return a row of at most `max_seq_length` tokens, or None if it is dropped."""
         tokens, learnt = row
         most = self.data.max_seq_length
         if len(tokens) > most:
