@@ -8,6 +8,7 @@ import click
 import pytest
 import yaml
 
+import narrowcast as nc
 from narrowcast.cli.entry import narrowcast as group
 from narrowcast.cli.entry import run_command
 from narrowcast.integrations.hosted_run import HostedSettings
@@ -59,6 +60,9 @@ def test_a_recipe_that_is_shown_is_a_recipe(docs, page, tmp_path):
     for language, body, _ in docs.blocks(page):
         if language == "yaml" and not body.startswith("plugins:"):
             (tmp_path / "shown.yaml").write_text(body, encoding="utf-8")
+            if "\npolicy: " in body:  # a policy file
+                assert nc.policy(f"@{tmp_path}/shown.yaml").exceptions
+                continue
             assert load_recipe(tmp_path / "shown.yaml").recipe.workload in REGISTRY.names
 
 
@@ -71,7 +75,9 @@ def test_the_axolotl_config_that_is_shown_has_settings_of_attach(docs):
     HostedSettings(policy=policy, health_every=every, prepare=settings)  # raises for unknown names
 
 
-def test_every_command_that_is_shown_can_be_typed(docs, page):
+def test_every_command_that_is_shown_can_be_typed(docs, page, tmp_path, monkeypatch):
+    (tmp_path / "p.yaml").write_text("policy: bf16")
+    monkeypatch.chdir(tmp_path)
     for words, shown in docs.shell_commands(page):
         if words[0] != "narrowcast":
             assert words[0] in ("make", ".venv/bin/pytest", "pip", "cd"), words

@@ -249,7 +249,8 @@ class PrecisionSection(Section):
     """Which formats the run computes and keeps its numbers in."""
 
     policy: PolicyText = Field(
-        default="default", min_length=1, description="preset name, or the text of a policy"
+        default="default",
+        description="preset name, the text of a policy, or @FILE to read a policy file",
     )
     overrides: dict[str, PolicyText] = Field(
         default_factory=dict,

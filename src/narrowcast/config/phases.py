@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from narrowcast.config.limits import LARGEST_FP32, LONGEST_POLICY, MOST_OVERRIDES
+from narrowcast.config.policy_file import policy_text
 from narrowcast.config.section import Section, Steps
 
 LOSSES = 20
@@ -36,7 +37,10 @@ class ConditionSection(Section):
         return self
 
 
-PolicyText = Annotated[str, Field(max_length=LONGEST_POLICY)]
+PolicyText = Annotated[
+    str, Field(min_length=1, max_length=LONGEST_POLICY), AfterValidator(policy_text)
+]
+"""The text of a policy, or `@` and a policy file, whose text it becomes."""
 
 Until: TypeAlias = int | float | str | ConditionSection
 
@@ -45,7 +49,7 @@ class PhaseSection(Section):
     """A part of the run with a policy of its own."""
 
     policy: PolicyText | None = Field(
-        default=None, min_length=1, description="policy of the phase; none: precision.policy"
+        default=None, description="policy of the phase; none: precision.policy"
     )
     overrides: dict[str, PolicyText] = Field(
         default_factory=dict,

@@ -13,7 +13,7 @@ from typing import Any, final
 from narrowcast.errors import ConfigError, UnsupportedError
 
 VERBS = (
-    "doctor", "recipes", "plan", "train", "resume", "watch", "report", "compare", "bench",
+    "doctor", "recipes", "plan", "tune", "train", "resume", "watch", "report", "compare", "bench",
     "verify-resume", "schema",
 )  # fmt: skip
 """The command line's own words; no workload may be called one of them."""

@@ -389,7 +389,7 @@ def policy_from(text: AnyPolicy, hardware: Hardware | None = None) -> Policy:
 
     Args:
         text: A preset name, roles such as `compute=bf16, params=fp32`, or a torch dtype. Add
-            exceptions after semicolons: `bf16; *.norm: fp32`.
+            exceptions after semicolons: `bf16; *.norm: fp32`. `@policy.yaml` reads a policy file.
         hardware: The device for which `auto` chooses. None: `auto` means `default`.
 
     Returns:
@@ -412,6 +412,10 @@ def policy_from(text: AnyPolicy, hardware: Hardware | None = None) -> Policy:
         text = _OF_DTYPES[text]
     if not isinstance(text, str):
         raise ConfigError(_is_no_policy(text))
+    if text.lstrip().startswith("@"):
+        from narrowcast.config.policy_file import policy_text  # only for files
+
+        text = policy_text(text)
     known = dict(PRESETS)
     known[AUTO] = PRESETS[recommended(hardware)[0]] if hardware else PRESETS["default"]
     return parse_policy(text, presets=known)
