@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.runner.run import plan_recipe as plan_recipe
     from narrowcast.runner.run import resume as resume
     from narrowcast.runner.run import train as train
+    from narrowcast.runner.tune import tune_recipe as tune_recipe
     from narrowcast.runs import Metric as Metric
     from narrowcast.runs import ReportSection as ReportSection
     from narrowcast.runs import TaskInfo as TaskInfo
@@ -62,6 +63,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.training.task import LossParts as LossParts
     from narrowcast.training.task import ParameterGroup as ParameterGroup
     from narrowcast.training.task import Task as Task
+    from narrowcast.tuning.tune import tune as tune
     from narrowcast.workloads import load_recipe as load_recipe
 
 __version__ = "0.1.0"
@@ -118,6 +120,8 @@ _HOMES = {
     "detect_hardware": "hardware",
     "resume": "runner.run",
     "train": "runner.run",
+    "tune": "tuning.tune",
+    "tune_recipe": "runner.tune",
     "monitor": "health.monitor",
     "dequantize_frozen": "precision.weights.frozen_base",
     "write_report": "runner.report_sections:write_run_report",

@@ -21,6 +21,7 @@ from narrowcast.cli.plan import plan
 from narrowcast.cli.recipes import recipes, schema
 from narrowcast.cli.report import compare, report
 from narrowcast.cli.train import resume, train, verify_resume
+from narrowcast.cli.tune import tune
 from narrowcast.cli.watch import watch
 from narrowcast.config.registry import Registry
 from narrowcast.errors import ConfigError, NarrowcastError
@@ -32,6 +33,7 @@ VERBS = (
     doctor,
     recipes,
     plan,
+    tune,
     train,
     resume,
     watch,

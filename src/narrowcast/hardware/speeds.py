@@ -55,6 +55,11 @@ class Speeds:
         wide, narrow = self._log_seconds(against, shape), self._log_seconds(kind, shape)
         return None if wide is None or narrow is None else math.exp(wide - narrow)
 
+    def layer_seconds(self, kind: str, *, tokens: int, inputs: int, outputs: int) -> float | None:
+        """Return the time of both passes of a layer; None if the kind was not measured."""
+        result = self._log_seconds(kind, (tokens, inputs, outputs))
+        return None if result is None else math.exp(result)
+
     def waited_for(
         self, kind: str, *, tokens: int, inputs: int, outputs: int, execution: str = "eager"
     ) -> bool | None:

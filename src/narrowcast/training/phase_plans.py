@@ -78,11 +78,11 @@ def plan_recipe_model(
         skip_slow_fp8=precision.skip_slow_fp8,
         fuse=precision.fuse,
         memory=Memory(**recipe.memory.model_dump()),
-        execution=_running(recipe),
+        execution=recipe_execution(recipe),
     )
 
 
-def _running(recipe: Recipe) -> Execution:
+def recipe_execution(recipe: Recipe) -> Execution:
     """Return how the steps of a recipe are executed on a GPU that can capture them."""
     captured = recipe.cuda_graph
     if captured is None:  # too large a model is not, but of its layers no device waits for the host

@@ -18,11 +18,12 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Speeds
 from narrowcast.hardware.replay import captured
 from narrowcast.hardware.speeds import FROZEN, KINDS, TOKENS, WIDTHS
+from narrowcast.numerics import plain_format
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fp8.quantized_frozen_products import QuantizedFrozenProducts
 from narrowcast.precision.plan.module_plan import BLOCKS_AT
-from narrowcast.precision.plan.policy import PRESETS
+from narrowcast.precision.plan.policy import FP8_FORMATS, PRESETS, Policy
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.quantized_frozen import keep_layer
 from narrowcast.precision.swap import swap
@@ -73,8 +74,34 @@ def _kinds(capability: tuple[int, int]) -> list[str]:
     return [kind for kind in KINDS if kind != "block" or capability == BLOCKS_AT]
 
 
+def policy_layer_seconds(
+    policy: Policy, tokens: int, inputs: int, outputs: int, *, device: torch.device
+) -> float:
+    """Return the device time of both passes of a linear layer under a policy. Synchronises."""
+    wide = policy.functional
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    dtype = torch.float32 if wide in ("fp32", "tf32") else plain_format(wide).dtype
+    assert dtype is not None
+    layer = nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
+    if policy.forward in FP8_FORMATS:
+        formats = ProductFormats.of(policy)
+        history = AmaxHistories([formats], device).of(0) if policy.scaling == "delayed" else None
+        swap(layer, Fp8Linear, nc_formats=formats, nc_history=history)
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = policy.forward == "tf32"
+        step = _passes(layer, (tokens, inputs, outputs), dtype=dtype, device=device)
+        return _replayed_seconds(step, device=device)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
 def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch.device) -> float:
     step = _step(kind, tokens, inputs, outputs, device=device)
+    return _replayed_seconds(step, device=device)
+
+
+def _replayed_seconds(step: Callable[[], None], *, device: torch.device) -> float:
+    """Return the median time of a step that is replayed as a CUDA graph. Synchronises."""
     replay = captured(step, device=device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
     replay()
@@ -106,9 +133,17 @@ def _step(
 ) -> Callable[[], None]:
     """Return a forward and a backward pass of a layer, or of several, one after the other."""
     model = nn.Sequential(*(_layer(kind, inputs, outputs, device=device) for _ in range(layers)))
+    return _passes(model, (tokens, inputs, outputs), dtype=torch.bfloat16, device=device)
+
+
+def _passes(
+    model: nn.Module, shape: tuple[int, int, int], *, dtype: torch.dtype, device: torch.device
+) -> Callable[[], None]:
+    """Return a forward and a backward pass of layers on an input of some dtype."""
+    tokens, inputs, outputs = shape
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
+    x = torch.randn(tokens, inputs, device=device, dtype=dtype, requires_grad=True)
+    grad = torch.randn(tokens, outputs, device=device, dtype=dtype)
 
     def step() -> None:
         if weights:
