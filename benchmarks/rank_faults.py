@@ -1,13 +1,13 @@
 """Faults on one of several ranks: whether all ranks skip the same steps, and no weight is touched.
 
-Run: python benchmarks/rank_faults.py [--faults N] [--seed N] [--json PATH]
+Run: python benchmarks/rank_faults.py [--faults N] [--ranks N] [--seed N] [--json PATH]
 
 Threads are the ranks, so that thousands of steps take minutes. Every second step is spoiled at
 random: the rank, the micro-batch, the value (inf, -inf, NaN) and the place are drawn. Places are
 the input, the loss, the gradient of an activation, and one shard of a gradient after the backward
-pass, which no other rank sees. A step counts as right if all ranks skip it, their loss scales are
-equal afterwards, and all weights are the same as before, bit for bit. Steps in between must be
-applied by all ranks.
+pass, which no other rank sees. DDP has no such shard: its ranks hold equal gradients. A step counts
+as right if all ranks skip it, their loss scales are equal afterwards, and all weights are the same
+as before, bit for bit. Steps in between must be applied by all ranks.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
 from narrowcast.runs import describe_machine
@@ -33,7 +34,7 @@ from narrowcast.runs import describe_machine
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.ranks import on_ranks
 
-LAYOUTS = ("FSDP2", "HSDP", "two meshes", "partly sharded")
+LAYOUTS = ("DDP", "FSDP2", "HSDP", "two meshes", "partly sharded")
 POLICIES = ("fp32", "bf16", "fp16", "bf16, params=bf16, master=split", "fp8-delayed")
 OPTIMIZERS = ("AdamW", "fused", "SGD")
 PLACES = ("input", "loss", "activation gradient", "gradient shard")
@@ -42,10 +43,22 @@ MICRO_BATCHES = 2
 _building = threading.Lock()  # threads share torch's global generator
 
 
+class Network(nn.Sequential):
+    """Four layers, with a place for a fault in the gradient of an activation."""
+
+    def forward(self, rows: Tensor, factor: float | None = None) -> Tensor:
+        hidden: Tensor = self[1](self[0](rows))
+        if factor is not None:
+            hidden.register_hook(lambda grad: grad * factor)
+        return self[3](self[2](hidden)).square().mean()  # type: ignore[no-any-return]
+
+
 def build(layout: str, ranks: int) -> nn.Module:
     with _building:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(12, 18), nn.LayerNorm(18), nn.GELU(), nn.Linear(18, 5))
+        model = Network(nn.Linear(12, 18), nn.LayerNorm(18), nn.GELU(), nn.Linear(18, 5))
+    if layout == "DDP":
+        return model
     flat = init_device_mesh("cpu", (ranks,))
     both = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     meshes = {
@@ -80,6 +93,7 @@ def run_cell(
     """Train on one rank; return per step what it decided and whether its weights changed."""
     model = build(layout, ranks)
     run = prepare(model, policy, optimizer)
+    called = DistributedDataParallel(model) if layout == "DDP" else model
     generator = torch.Generator().manual_seed(rank)
     decided = []
     for step in range(2 * len(faults)):
@@ -92,10 +106,9 @@ def run_cell(
             if here and here["place"] == "input":
                 rows[0, 0] = here["value"]
             with run.autocast():
-                hidden = model[1](model[0](rows))
-                if here and here["place"] == "activation gradient":
-                    hidden.register_hook(lambda grad, here=here: grad * here["value"])
-                loss = model[3](model[2](hidden)).square().mean() / MICRO_BATCHES
+                in_gradient = here and here["place"] == "activation gradient"
+                loss = called(rows, here["value"] if here and in_gradient else None)
+                loss = loss / MICRO_BATCHES
             if here and here["place"] == "loss":
                 loss = loss * here["value"]
             run.backward(loss)
@@ -120,11 +133,11 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
-def drawn(generator: random.Random, ranks: int) -> dict[str, Any]:
+def drawn(generator: random.Random, ranks: int, layout: str) -> dict[str, Any]:
     return {
         "rank": generator.randrange(ranks),
         "micro_batch": generator.randrange(MICRO_BATCHES),
-        "place": generator.choice(PLACES),
+        "place": generator.choice(PLACES[: 3 if layout == "DDP" else 4]),
         "value": generator.choice(VALUES),
         "parameter": generator.randrange(100),
         "element": generator.randrange(1000),
@@ -153,12 +166,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     cells = list(itertools.product(LAYOUTS, POLICIES, OPTIMIZERS))
-    generator, rows, begun = random.Random(options.seed), [], time.monotonic()
+    generator, rows, began = random.Random(options.seed), [], time.monotonic()
+    environment, total = describe_machine(), Counter[str]()
     columns = ("faults", "ranks differ", "not skipped", "weights touched", "good steps skipped")
     print(f"| layout | policy | optimizer | {' | '.join(columns)} |")
     print("|---" * (3 + len(columns)) + "|")
     for layout, policy, optimizer in cells:
-        faults = [drawn(generator, options.ranks) for _ in range(-(-options.faults // len(cells)))]
+        count = -(-options.faults // len(cells))
+        faults = [drawn(generator, options.ranks, layout) for _ in range(count)]
         cell = (options.ranks, layout, policy, optimizer, faults)
         results = on_ranks(
             options.ranks, lambda rank, cell=cell: run_cell(rank, *cell), seconds=3600
@@ -167,18 +182,18 @@ def main() -> None:
         rows.append({"layout": layout, "policy": policy, "optimizer": optimizer, **counts})
         figures = " | ".join(str(counts[name]) for name in columns)
         print(f"| {layout} | {policy} | {optimizer} | {figures} |", flush=True)
-    total = {name: sum(row.get(name, 0) for row in rows) for name in columns}
+        total += counts
+        if options.json:
+            figures_of_run = {
+                "environment": environment,
+                "ranks": options.ranks,
+                "seed": options.seed,
+                "seconds": round(time.monotonic() - began),
+                "total": {name: total[name] for name in columns},
+                "rows": rows,
+            }
+            options.json.write_text(json.dumps(figures_of_run, indent=1) + "\n")
     print(f"| all | | | {' | '.join(str(total[name]) for name in columns)} |")
-    if options.json:
-        figures_of_run = {
-            "environment": describe_machine(),
-            "ranks": options.ranks,
-            "seed": options.seed,
-            "seconds": time.monotonic() - begun,
-            "total": total,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(figures_of_run, indent=1) + "\n")
     if any(total[name] for name in columns[1:]):
         sys.exit(1)
 
