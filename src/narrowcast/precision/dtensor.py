@@ -1,7 +1,8 @@
 """Weights that are sharded over devices (DTensors), and the part of them that lies on this one."""
 
+import contextlib
 import sys
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, cast
 
 import torch
@@ -114,6 +115,24 @@ def reshard(model: nn.Module) -> set[nn.Parameter]:
     for _, unit in units:
         cast(Any, unit).reshard()
     return before - set(model.parameters()) if units else before
+
+
+@contextlib.contextmanager
+def gathered_root(model: nn.Module) -> Iterator[None]:
+    """Hold what FSDP gathers for the outermost module, for methods that only call inner ones.
+
+    Such as `generate` of a PEFT model. All ranks enter it.
+    """
+    root: Any = dict(_modules(model, "FSDPModule")).get("")
+    if root is None:
+        yield
+        return
+    root._get_fsdp_state()._lazy_init()  # else an inner module that is called first becomes root
+    root.unshard()
+    try:
+        yield
+    finally:
+        root.reshard()
 
 
 def check_not_gathered(gathered: Set[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

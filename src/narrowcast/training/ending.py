@@ -28,8 +28,9 @@ from narrowcast.runs.writing import written_atomically
 from narrowcast.training.checkpoints.checkpoint import checkpoint_step, checkpoints
 from narrowcast.training.checkpoints.export import RunEnd
 from narrowcast.training.checkpoints.frozen import FrozenWeights
+from narrowcast.training.checkpoints.run_checkpoint import sharded_state, whole_state
 from narrowcast.training.checkpoints.tree import flatten, unflatten, write_tensors
-from narrowcast.training.parallel import ALONE, RunRanks
+from narrowcast.training.parallel import ALONE, RunRanks, is_sharded
 
 FOLDER = "best"
 _NAME = re.compile(r"step-([0-9]{1,18})\.safetensors")
@@ -64,6 +65,8 @@ class BestWeights:
         now["weights"] |= answer()
         # Frozen weights do not change; trained ones are saved with every digit.
         state, _ = self._frozen.split_frozen(now)
+        if is_sharded(self._prepared.model):
+            state = whole_state(state, needed=self._ranks.is_main or self._folder is None)
         if self._folder is None:
             self._held = map_tensors(state, lambda tensor: tensor.detach().cpu().clone())
         else:
@@ -84,8 +87,10 @@ class BestWeights:
             if self._ranks.is_main:
                 _remove_useless(self._folder, before=self.step, now=self.step)
         assert state is not None
-        put_weights(self._prepared.engine, state)
         weights: dict[str, Tensor] = state["weights"]
+        if is_sharded(self._prepared.model):
+            state = sharded_state(self._prepared, state)
+        put_weights(self._prepared.engine, state)
         return weights
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, final
@@ -175,6 +175,15 @@ class RunRanks:
         box = [value]
         torch.distributed.broadcast_object_list(box, src=0)
         return box[0]
+
+    @torch.no_grad()
+    def broadcast_from_main(self, tensors: Iterable[Tensor]) -> None:
+        """Give tensors the values that they have on rank 0, in place."""
+        for tensor in tensors:
+            # As bytes: gloo sends no 16-bit integers.
+            content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            torch.distributed.broadcast(content, 0)
+            tensor.copy_(content.view(tensor.dtype).view(tensor.shape))
 
     def gathered(self, value: Value) -> list[Value]:
         """Return the values of all ranks, in order, on every rank. Synchronises."""

@@ -89,10 +89,10 @@ class RunState:
         others = [name for name in self._parts if name != "prepared"]
         parts = {name: self._parts[name].state_dict() for name in others}
         # Not copied here: it is written, or copied to the host, before the next step.
-        now = collect_state(self._prepared.engine)
+        now, frozen = self._frozen.split_frozen(collect_state(self._prepared.engine))
         if is_sharded(self._prepared.model):
             now = whole_state(now, needed=self._ranks.is_main)
-        parts["prepared"], frozen = self._frozen.split_frozen(now)
+        parts["prepared"] = now
         return {
             **asdict(progress),
             "data": self._identify_data().to_json(),

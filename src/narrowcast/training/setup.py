@@ -39,6 +39,7 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan, ranks: RunRanks = 
     device = next(model.parameters()).device
     if ranks.several and (strategy_name := sharding(recipe, plan, ranks)) != "ddp":
         check_sharding(recipe, task, plan=plan)
+        ranks.broadcast_from_main([*model.parameters(), *model.buffers()])  # as DDP does
         mesh = make_mesh(recipe.parallel, ranks, device.type, replicated=strategy_name == "hsdp")
         fully_shard(model, mesh, policy=plan, blocks=recipe.memory.blocks)
     optimizer = build_optimizer(recipe.optimizer, model, device=device, groups=get_groups(task))
@@ -113,21 +114,22 @@ def sharding(recipe: Recipe, plan: Plan, ranks: RunRanks) -> str:
 
 def check_sharding(recipe: Recipe, task: Task, *, plan: Plan) -> None:
     """Raise if a run cannot shard its weights."""
-    precision = recipe.precision
-    if task.write_results is not None:
-        wrong = f"{recipe.workload} writes its results in one process. Write parallel.strategy=ddp."
-    elif task.edits_gradients:
+    narrow = [
+        name
+        for name, weight in task.model.state_dict(keep_vars=True).items()
+        if weight.dtype.itemsize == 1 and weight.dtype != torch.bool
+    ]
+    if task.edits_gradients:
         wrong = f"{recipe.workload} edits whole gradients. Write parallel.strategy=ddp."
-    elif any(not parameter.requires_grad for parameter in task.model.parameters()):
-        wrong = "Frozen weights are not sharded yet. Write parallel.strategy=ddp."
-    elif recipe.eval.keep_best:
-        wrong = "eval.keep_best=true needs whole weights. Write eval.keep_best=false."
-    elif recipe.ema.decay is not None:
-        wrong = "Sharded weights have no EMA yet. Leave out ema.decay, or use ddp."
-    elif precision.schedule or precision.adapt.overflows:
+    elif narrow:
         wrong = (
-            "Sharded weights keep their formats. Leave out precision.schedule and "
-            "precision.adapt.overflows, or write parallel.strategy=ddp."
+            f"{narrow[0]} has 8 bits, which torch cannot gather everywhere. Use frozen weights of "
+            "16 bits, such as model.base_dtype=bf16, or write parallel.strategy=ddp."
+        )
+    elif recipe.precision.adapt.overflows:
+        wrong = (
+            "precision.adapt.overflows needs replays of bad steps. Leave it out, or write "
+            "parallel.strategy=ddp."
         )
     elif recipe.fault_injection:
         wrong = "fault_injection needs replays. Leave it out, or write parallel.strategy=ddp."

@@ -22,7 +22,7 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord, Record
 from narrowcast.runs.commands import resume_command
 from narrowcast.training.adapting import Adapter
-from narrowcast.training.checkpoints.export import WEIGHTS, export_weights, write_results
+from narrowcast.training.checkpoints.export import take_part_in_results, write_results
 from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.resume import blamed_on_part
 from narrowcast.training.checkpoints.saving import Saving
@@ -210,7 +210,7 @@ class _TrainLoop:
             if self._ranks.is_main:
                 write_results(self._prepared, task, self._folder, end=end, best=best)
             elif is_sharded(self._prepared.model):  # rank 0 collects what each of them has
-                export_weights(self._prepared, self._folder / WEIGHTS)
+                take_part_in_results(self._prepared, self._task, best=best)
             self._ranks.barrier()
 
     def _evaluate_and_save(self, stop: Stop) -> Iterator[Record]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import CheckpointError, ConfigError
+from narrowcast.precision.dtensor import reshard
 from narrowcast.precision.nested import copy_tensors, map_tensors
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.step_log import Stats
@@ -217,8 +218,9 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
 
 def collect_weights(engine: Engine) -> dict[str, Any]:
     """Return the weights alone, with every digit that is kept of them, averages and leads."""
-    average, inside = engine.weights.average, set(engine.model.parameters())
-    lookahead = engine.weights.lookahead
+    average, lookahead = engine.weights.average, engine.weights.lookahead
+    reshard(engine.model)  # or what FSDP gathered for an evaluation were the model's parameters
+    inside = set(engine.model.parameters())
     return {
         "weights": engine.weights.full_by_name(),
         "beside_model": [engine.weights.full(p) for p in engine.weights.all if p not in inside],

@@ -5,6 +5,7 @@ import copy
 import hashlib
 import json
 import stat
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from narrowcast.runs.writing import (
     written_atomically,
 )
 from narrowcast.training.checkpoints.ranks import CheckpointRanks
+from narrowcast.training.checkpoints.run_checkpoint import whole_state
 from narrowcast.training.checkpoints.tree import tensor_file_header
 from narrowcast.training.task import Task
 
@@ -117,6 +119,18 @@ def write_results(
         ) from error
 
 
+def take_part_in_results(
+    prepared: Prepared, task: Task, *, best: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
+    """Take part in what rank 0 computes in `write_results` with sharded weights; write nothing."""
+    with tempfile.TemporaryDirectory(prefix="narrowcast-") as scratch:
+        if not task.weights_path:
+            export_weights(prepared, Path(scratch, WEIGHTS), best=best)
+        if task.write_results is not None:
+            with blamed_on("write_results of the task"):
+                task.write_results(Path(scratch), prepared)
+
+
 def results_are_whole(folder: Path, *, step: int, exported: int = 0) -> bool:
     """Return whether the output of a run of `step` steps with weights of `exported` is whole."""
     match peek_json(folder / RESULTS, most_bytes=MOST_BYTES):
@@ -152,9 +166,26 @@ def export_weights(
         return best[name] if name in best else _value(value, full)
 
     hint, model = "the last checkpoint holds the same weights", prepared.model
-    sharded = any(as_sharded(parameter) is not None for parameter in model.parameters())
+    # By the state: parameters may be those that FSDP gathered for an evaluation.
+    sharded = any(as_sharded(v) is not None for v in model.state_dict(keep_vars=True).values())
     # Where each rank has the whole model, the main one exports it alone.
     _write_whole(model, path, get_value, hint=hint, ranks=CheckpointRanks() if sharded else None)
+
+
+def whole_weights(prepared: Prepared, *, trained: bool = False) -> dict[str, Tensor] | None:
+    """Return the model's state by name in full precision, or only what is `trained`.
+
+    With sharded weights, all ranks call it. Rank 0 gets whole tensors on the host, others None.
+    """
+    weights = prepared.engine.weights.full_by_name()
+    if trained:
+        held = set(prepared.engine.weights.names)
+        weights = {name: value for name, value in weights.items() if name in held}
+    if not any(as_sharded(value) is not None for value in weights.values()):
+        return weights
+    is_first = CheckpointRanks().rank == 0
+    weights = whole_state(weights, needed=is_first)
+    return weights if is_first else None
 
 
 def save_model(

@@ -1,9 +1,10 @@
 """Frozen weights, of which a checkpoint has only checksums because the task builds them again.
 
-Checksums use integers on the weight's own device, so they are the same on every device.
+Checksums use integers on the weight's own device, so they are the same on every device. Sharded
+weights are gathered one at a time, so all ranks have to compute them together.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from narrowcast.errors import CheckpointError
-from narrowcast.precision.dtensor import local_part
+from narrowcast.precision.dtensor import as_sharded, local_part
 from narrowcast.precision.step.prepared import Prepared
 
 CHUNK = 2**18
@@ -31,12 +32,12 @@ class FrozenWeights:
     def identify(self) -> None:
         """Compute the checksums as the task built the weights, once, before anything changes."""
         if self._made is None:
-            self._made = checksums(self._by_name().items())
+            self._made = checksums(self._whole())
 
     def split_frozen(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the state without unchanged frozen weights, and their checksums. Synchronises."""
         assert self._made is not None
-        now = checksums(self._by_name().items())
+        now = checksums(self._whole())
         same = {name: now[name] for name in now if now[name] == self._made.get(name)}
         weights = {name: each for name, each in state["weights"].items() if name not in same}
         return {**state, "weights": weights}, same
@@ -61,7 +62,12 @@ class FrozenWeights:
         weights = {**{name: here[name] for name in saved}, **state["weights"]}
         return {**state, "weights": weights}
 
-    def _by_name(self) -> dict[str, Tensor]:
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self._by_name().items():
+            sharded = as_sharded(weight)
+            yield name, weight if sharded is None else sharded.full_tensor()
+
+    def _by_name(self) -> dict[str, nn.Parameter]:
         trained = set(self._prepared.engine.weights.all)
         # By the names they are saved under: a wrapper may have others for them.
         stored = self._prepared.model.state_dict(keep_vars=True)

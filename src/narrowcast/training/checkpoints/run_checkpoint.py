@@ -152,6 +152,7 @@ def whole_state(state: dict[str, Any], *, needed: bool) -> dict[str, Any]:
 
     Where it is not `needed`, as on all ranks but the one that writes, they are empty.
     """
+    made = dict[tuple[object, ...], Tensor]()
 
     def whole(tensor: Tensor) -> Tensor:
         sharded = as_sharded(tensor)
@@ -159,8 +160,13 @@ def whole_state(state: dict[str, Any], *, needed: bool) -> dict[str, Any]:
             return tensor
         if tensor.dtype in NOT_SENT:
             sharded = as_sharded(placed_like(local_part(tensor).to(torch.int32), tensor))
+        # Of tied weights too: ranks without a part of them cannot tell that they are.
         full: Tensor = sharded.full_tensor().to(tensor.dtype)
-        return full.cpu() if needed else full.new_empty(0, device="cpu")
+        if not needed:
+            return full.new_empty(0, device="cpu")
+        local = local_part(tensor)
+        memory = (local.data_ptr(), tensor.shape, tensor.dtype) if local.numel() else (id(full),)
+        return made[memory] if memory in made else made.setdefault(memory, full.cpu())
 
     result: dict[str, Any] = map_tensors(state, whole)
     return result
@@ -174,7 +180,8 @@ def sharded_state(run: Prepared, state: dict[str, Any]) -> dict[str, Any]:
         name = joined_name(path, tensors)
         target = like(name)
         sharded = None if target is None else as_sharded(target)
-        if sharded is not None and tensor.shape == sharded.shape:
+        is_placed = as_sharded(tensor) is not None  # a frozen weight of this run
+        if sharded is not None and not is_placed and tensor.shape == sharded.shape:
             on_device = tensor.to(sharded.device)
             # Every rank has read the whole: nothing has to be sent.
             tensor = distribute_tensor(

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from narrowcast.errors import ConfigError
 from narrowcast.hardware.randomness import preserve_rng
+from narrowcast.precision.dtensor import gathered_root
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.workloads.sft.models.loading import context_length
 
@@ -68,7 +69,13 @@ def _generated(
     device = next(model.parameters()).device
     results: dict[int, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    with preserve_rng(device), in_eval_mode(model), _only(config, model), _uncompiled():
+    with (
+        preserve_rng(device),
+        in_eval_mode(model),
+        gathered_root(model),
+        _only(config, model),
+        _uncompiled(),
+    ):
         torch.manual_seed(0)
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]

@@ -1,0 +1,151 @@
+"""Recipes on two ranks that shard their weights, against the same recipe in one process."""
+
+import json
+import shutil
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.ranks import on_ranks
+
+import narrowcast as nc
+from narrowcast.runner import assemble
+from narrowcast.runs import EvalRecord, PrecisionRecord, RunFolder, StepRecord
+
+pytest.importorskip("torch.distributed")
+SPLIT = "precision.policy=bf16, params=bf16, master=split"
+PHASES = "precision={schedule: [{policy: fp32, until: 2}, {policy: bf16}]}"
+ADAPTERS = ["model.tune=lora", "lora.lora_dropout=0", "model.base_dtype=bf16"]
+
+
+@pytest.fixture(autouse=True)
+def _build_one_at_a_time(monkeypatch):
+    """Let ranks build their tasks in turn: threads share torch's seed and default dtype."""
+    build, turn = assemble.build_task, threading.Lock()
+
+    def locked(*args, **kwargs):
+        with turn:
+            return build(*args, **kwargs)
+
+    monkeypatch.setattr(assemble, "build_task", locked)
+
+
+def records_of(folder):
+    with RunFolder.open(folder) as run:
+        return run.records()
+
+
+def metrics_of(folder):
+    """Return losses, gradient norms and metrics of a run, in order."""
+    steps = [(r.loss, r.grad_norm) for r in records_of(folder) if isinstance(r, StepRecord)]
+    judged = [list(r.metrics.values()) for r in records_of(folder) if isinstance(r, EvalRecord)]
+    return [number for row in (*steps, *judged) for number in row]
+
+
+def train(recipe, words, folder, ranks=1):
+    words = ["device=cpu", "steps=4", "eval.every=2", "health.every=2", *words]
+    if ranks == 1:
+        nc.train(recipe, words, out=folder).finish()
+    else:
+        words.append("parallel.strategy=fsdp")
+        on_ranks(ranks, lambda rank: nc.train(recipe, words, out=folder).finish())
+
+
+def resumed(folder, copy, ranks=1):
+    """Resume a copy of a finished run from its checkpoint of step 2."""
+    shutil.copytree(folder, copy)
+    shutil.rmtree(copy / "checkpoints" / "step-000004")
+    (copy / "finished.json").unlink()
+    if ranks == 1:
+        nc.resume(copy).finish()
+    else:
+        on_ranks(ranks, lambda rank: nc.resume(copy, ["parallel.strategy=fsdp"]).finish())
+    return copy
+
+
+def files_of(folder):
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(path) for path in paths if path.parts[0] != "checkpoints"}
+
+
+def check_same(one, two, rel=2e-5):
+    assert metrics_of(two) == pytest.approx(metrics_of(one), rel=rel, abs=rel)
+    assert files_of(two) == files_of(one)
+    written = [path for path in one.rglob("*.safetensors") if "checkpoints" not in path.parts]
+    assert written
+    for path in written:
+        ours, plain = load_file(two / path.relative_to(one)), load_file(path)
+        assert ours.keys() == plain.keys()
+        for name, value in plain.items():
+            torch.testing.assert_close(ours[name], value, rtol=0, atol=50 * rel)
+
+
+@pytest.mark.parametrize(
+    ("words", "rel"),
+    [
+        ([PHASES, "ema.decay=0.5"], 2.0**-7),
+        ([SPLIT, "ema.decay=0.5", "eval.keep_best=true"], 2.0**-7),
+    ],
+)
+def test_language_models_are_trained_averaged_and_resumed(tiny, tmp_path, words, rel):
+    words = [*words, "checkpoint.every=2", "checkpoint.keep=2", "optimizer.lr=0.003"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(tiny, words, one)
+    train(tiny, words, two, ranks=2)
+    for folder in (two, resumed(two, tmp_path / "on-one"), resumed(one, tmp_path / "on-two", 2)):
+        check_same(one, folder, rel)
+    changes = [r.step for r in records_of(two) if isinstance(r, PrecisionRecord)]
+    assert changes == ([3] if PHASES in words else [])
+
+
+@pytest.mark.parametrize("more", [["model.tune=full"], ADAPTERS], ids=["full", "adapters"])
+def test_fine_tuning_writes_the_folders_of_one_process(tmp_path, more):
+    transformers = pytest.importorskip("transformers")
+    loading = pytest.importorskip("narrowcast.workloads.sft.models.loading")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "vocab_size": 260, "max_position_embeddings": 128}
+    config = transformers.LlamaConfig(**sizes, **heads)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    loading.tiny_tokenizer().save_pretrained(tmp_path / "llama")
+    rows = [{"prompt": f"Say {n}.", "completion": "a " * (n % 7 + 1)} for n in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = [f"model.path={tmp_path}/llama", f"data.path={tmp_path}/rows.jsonl", "batch_size=4"]
+    words += ["data.max_seq_length=96", "precision.policy=fp32", "eval_tasks.samples=2"]
+    words += ["eval_tasks.max_new_tokens=3", "checkpoint.every=2", "checkpoint.keep=2", *more]
+    one, two = tmp_path / "one", tmp_path / "two"
+    train("sft/tiny", words, one)
+    train("sft/tiny", words, two, ranks=2)
+    for folder in (two, resumed(two, tmp_path / "on-one")):
+        check_same(one, folder, rel=2e-5 if more != ADAPTERS else 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view")
+def test_a_genomics_model_writes_the_same_predictions(tmp_path):
+    rows = [
+        f"{'ACGT'[n % 4] * 5}{'GATTACA'[n % 7 :]}{'TGCA'[n // 4 % 4] * 9},{n % 2}"
+        for n in range(60)
+    ]
+    (tmp_path / "rows.csv").write_text("\n".join(["sequence,label", *rows]))
+    words = ["epochs=null", "batch_size=8", "model.width=16", "model.layers=2", "model.dropout=0"]
+    words += ["data.max_length=64", "precision.task=null", "precision.policy=fp32"]
+    words += [
+        f"data.path={tmp_path}/rows.csv",
+        "objective.target=value",
+        "objective.label_smoothing=0",
+    ]
+    one, two = tmp_path / "one", tmp_path / "two"
+    train("genomics/variant_effect", words, one)
+    train("genomics/variant_effect", words, two, ranks=2)
+    check_same(one, two, rel=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view")
+def test_weights_that_a_task_builds_at_random_are_those_of_rank_0(tmp_path):
+    """The tutorial's `write_results` runs the model, on all ranks."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    train("tutorial", ["precision.policy=fp32"], one)
+    train("tutorial", ["precision.policy=fp32"], two, ranks=2)
+    check_same(one, two)
+    assert (two / "misread.json").read_text() == (one / "misread.json").read_text()
