@@ -34,10 +34,11 @@ def quantize_groups(
 def widen_rows(
     codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, *, again: bool = False
 ) -> Tensor:
-    """Return e4m3 codes times the inverse scale of their row, rounded once to `dtype`.
+    """Return e4m3 codes times the inverse scale of their row or block, rounded once to `dtype`.
 
-    `again` marks the backward pass: a compiler would merge two equal calls and keep the result.
-    Codes of NaN are not supported, and inverse scales are at most 2¹¹⁹.
+    A matrix of inverse scales has one per 128×128 block. `again` marks the backward pass: a
+    compiler would merge two equal calls and keep the result. Codes of NaN are not supported, and
+    inverse scales of rows are at most 2¹¹⁹.
     """
     compiling = torch.compiler.is_compiling()
     call = torch.ops.narrowcast.widen_fp8_rows if compiling else _widen
@@ -152,6 +153,8 @@ def _plainly(
 
 
 def _widen(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
+    if scale_inv.dim() == 2:
+        return _widen_blocks(codes, scale_inv, dtype)
     if unsupported_reason(codes.device) or codes.is_meta:
         return _widen_plainly(codes, scale_inv, dtype)
     from narrowcast.kernels.quantize_groups import widen_rows_into
@@ -168,6 +171,17 @@ def _widen_plainly(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tens
     bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     wide = bits.view(torch.float16).to(torch.float32)
     return wide.mul_((256.0 * scale_inv)[:, None]).to(dtype)
+
+
+def _widen_blocks(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply in fp32, one row of blocks at a time: scales of a file are no powers of two."""
+    rows, width = codes.shape
+    result = codes.new_empty(codes.shape, dtype=dtype)
+    across = scale_inv.repeat_interleave(BLOCK, 1)[:, :width]  # (down, width)
+    for block, first in enumerate(range(0, rows, BLOCK)):
+        part = slice(first, first + BLOCK)
+        result[part] = codes[part].float() * across[block]
+    return result
 
 
 def _empty_wide(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, again: bool) -> Tensor:

@@ -1,7 +1,8 @@
 """Layers whose frozen weight is stored in e4m3: one byte per weight, and one scale per output.
 
 The scale is a power of two, so the weight is exact in bf16 and fp32. The wide value exists only
-while a product needs it.
+while a product needs it. Weights of a file may have scales of 128×128 blocks instead, any numbers:
+they are exact in fp32 and rounded once to bf16.
 """
 
 import copyreg
@@ -51,7 +52,7 @@ class QuantizedFrozenLayer(nn.Module):
     nc_plain_layer: type[nn.Module]
     """The class it had, and will have."""
     weight_e4m3: nn.Parameter  # (outputs, inputs)
-    weight_scale: Tensor  # (outputs,)
+    weight_scale: Tensor  # (outputs,), or one per block
     quantized: QuantizedFrozenInfo
     bias: nn.Parameter | None
 
@@ -134,16 +135,29 @@ def keep_layer(layer: nn.Module, products: Products = "auto") -> float | None:
     stored = QuantizedFrozenInfo(
         dtype=weight.dtype, transposed=transposed, products=products, snr_db=snr_db
     )
+    _store(layer, codes, scale, stored)
+    return snr_db
+
+
+def store_blocks(layer: nn.Linear, codes: Tensor, scale: Tensor) -> None:
+    """Store codes and 128×128 block scales of a file instead of a layer's weight, unchanged."""
+    device = layer.weight.device
+    stored = QuantizedFrozenInfo(
+        dtype=layer.weight.dtype, transposed=False, products="wide", snr_db=math.inf
+    )
+    _store(layer, codes.to(device), scale.to(device, torch.float32), stored)
+
+
+def _store(layer: nn.Module, codes: Tensor, scale: Tensor, stored: QuantizedFrozenInfo) -> None:
     del layer.weight
     object.__setattr__(layer, "__class__", _quantized_class(cast(Any, type(layer))))
     layer.register_parameter("weight_e4m3", nn.Parameter(codes, requires_grad=False))
     layer.register_buffer("weight_scale", scale)
     layer.__dict__["quantized"] = stored
-    return snr_db
 
 
 def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype, *, again: bool = False) -> Tensor:
-    """Return e4m3 codes times the scale of their row; `again` in a backward pass."""
+    """Return e4m3 codes times the scale of their row or block; `again` in a backward pass."""
     with torch._C.DisableTorchFunction():  # regions have nothing to say of this
         return widen_rows(codes.detach(), scale, dtype, again=again)
 

@@ -316,7 +316,8 @@ class ModulePlanner:
                 how, why = self._product_support(policy)
                 _, speed = relative_speed(module, policy, speeds, rows=rows)
         done = "" if policy.forward in FP8_FORMATS else f", cast to {policy.forward} for products"
-        stored = f"stored in e4m3 with row scales{done}"
+        groups = "row" if module.weight_scale.dim() == 1 else "block"
+        stored = f"stored in e4m3 with {groups} scales{done}"
         return how, "; ".join(filter(None, [why, stored, narrow, speed])), policy
 
     def _product_support(self, policy: Policy) -> tuple[How, str]:

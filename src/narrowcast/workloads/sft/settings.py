@@ -58,6 +58,13 @@ class SftModel(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass to save memory"
     )
+    neftune_noise_alpha: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="NEFTune: uniform noise on token embeddings in training, at most "
+        "alpha / sqrt(tokens per row * width); none: no noise",
+    )
     trust_remote_code: bool = Field(
         default=False, description="run the Python code in the model's repository"
     )
@@ -89,7 +96,15 @@ class LoraSection(Section):
         default=32,
         gt=0,
         le=LARGEST_ALPHA,
-        description="adapter outputs are scaled by lora_alpha / lora_r",
+        description="adapter outputs are scaled by lora_alpha / lora_r, or with use_rslora by "
+        "lora_alpha / sqrt(lora_r)",
+    )
+    use_rslora: bool = Field(
+        default=False, description="rank-stabilised LoRA: scale by lora_alpha / sqrt(lora_r)"
+    )
+    use_dora: bool = Field(
+        default=False,
+        description="DoRA: also train the magnitude of each output of an adapted weight",
     )
     lora_dropout: float = Field(
         default=0.1, ge=0, lt=1, description="dropout on adapter inputs during training"

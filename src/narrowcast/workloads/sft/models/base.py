@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,10 +14,18 @@ from narrowcast.config.sections import Recipe
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import detect_hardware
 from narrowcast.numerics import plain_format
+from narrowcast.precision.quantized_frozen import store_blocks
 from narrowcast.precision.weights.frozen_base import dequantize_frozen, quantize_frozen
 from narrowcast.workloads.sft.attention import separate_conversations
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.models.loading import load_model
+from narrowcast.workloads.sft.ica.settings import IcaSection
+from narrowcast.workloads.sft.models.loading import (
+    block_scaled_weights,
+    empty_blocks,
+    is_block_scaled,
+    load_config,
+    load_model,
+)
 from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
 BITSANDBYTES = ("int8", "nf4", "fp4")
@@ -100,6 +109,8 @@ def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
         lora_dropout=settings.lora_dropout,
         target_modules=list(targets),
         bias=settings.lora_bias,
+        use_rslora=settings.use_rslora,
+        use_dora=settings.use_dora,
         fan_in_fan_out=_are_turned(model, targets),
         task_type="CAUSAL_LM",
     )
@@ -113,6 +124,18 @@ def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
                 "Write other layers in lora.lora_target_modules."
             ) from error
     return adapted.train()
+
+
+def add_embedding_noise(model: Any, alpha: float) -> None:
+    """Add uniform noise to token embeddings in training (NEFTune, arXiv 2310.05914)."""
+
+    def noisy(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return output
+        most = alpha / math.sqrt(output.shape[1] * output.shape[2])
+        return output + torch.empty_like(output).uniform_(-most, most)
+
+    model.get_input_embeddings().register_forward_hook(noisy)
 
 
 def _check_not_tied(model: Any, targets: Sequence[str]) -> None:
@@ -194,12 +217,28 @@ def build_model(recipe: Recipe, *, device: torch.device) -> Built:
     # A missing package is reported before conflicting settings.
     loading_options(settings.base_dtype, device=device, compute=torch.float32)
     check_merge(settings, lora)
-    quantized = settings.base_dtype == "e4m3"
+    config = load_config(settings.path, trust_remote_code=settings.trust_remote_code)
+    blocks = is_block_scaled(config)
+    if blocks and settings.base_dtype in BITSANDBYTES:
+        raise UnsupportedError(
+            f"model.base_dtype={settings.base_dtype} would round the e4m3 weights of "
+            f"model.path={settings.path} again. Write model.base_dtype=auto, which keeps them."
+        )
+    if blocks and settings.base_products == "fp8":
+        raise UnsupportedError(
+            "model.base_products=fp8 needs row scales, but the e4m3 weights of "
+            f"model.path={settings.path} have block scales. Write model.base_products=auto."
+        )
+    quantized = settings.base_dtype in (("auto", "e4m3") if blocks else ("e4m3",))
+    quantized = quantized and settings.tune == "lora"
+    _check_dora(recipe, quantized=quantized)
     first = torch.device("cpu") if quantized and device.type != "meta" else device
     model = _loaded(recipe, device=device, on=first)
     bounded = _bound(model, recipe, device)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if settings.neftune_noise_alpha is not None:
+        add_embedding_noise(model, settings.neftune_noise_alpha)
     if settings.tune == "full":
         return Built(model=model, bounded=bounded, quantized={})
     if lora.merge_adapter_with_base:
@@ -207,16 +246,55 @@ def build_model(recipe: Recipe, *, device: torch.device) -> Built:
     model = add_adapters(model, lora, seed=recipe.seed)
     stored: dict[str, float] = {}
     if quantized:
-        stored = quantize_frozen(model, "e4m3", products=settings.base_products)
+        if blocks:
+            stored = _store_blocks(model, settings.path, config)
+        else:
+            stored = quantize_frozen(model, "e4m3", products=settings.base_products)
         model = model.to(device)
     return Built(model=model, bounded=bounded, quantized=stored)
 
 
+def _check_dora(recipe: Recipe, *, quantized: bool) -> None:
+    """Raise if DoRA meets a setting that it does not work with."""
+    if not recipe.section(LoraSection).use_dora:
+        return
+    reasons = {
+        "model.base_dtype=e4m3": quantized,
+        "ica.freeze": recipe.section(IcaSection).freezes,
+        "model.tune=full": recipe.section(SftModel).tune == "full",
+    }
+    for name in (name for name, is_set in reasons.items() if is_set):
+        raise UnsupportedError(
+            f"lora.use_dora=true is not supported with {name}. DoRA needs the norms of plain base "
+            "weights, and trains the magnitude of every output. Write lora.use_dora=false."
+        )
+
+
+def _store_blocks(model: Any, name: str, config: Any) -> dict[str, float]:
+    """Store the e4m3 weights of a model's files in its frozen layers; return these layers."""
+    head, stored = model.get_output_embeddings(), dict[str, float]()
+    weights = {} if head.weight.is_meta else block_scaled_weights(name, config)
+    for place, layer in model.named_modules():
+        if type(layer) is not nn.Linear or layer.weight.requires_grad or layer is head:
+            continue
+        key = place.removeprefix("base_model.model.").removesuffix(".base_layer") + ".weight"
+        if layer.weight.is_meta:  # of a plan, which reads no weights
+            store_blocks(layer, *empty_blocks(layer.weight))
+        elif key in weights:
+            store_blocks(layer, *weights[key])
+            stored[place] = math.inf
+    return stored
+
+
 def base_to_merge(recipe: Recipe) -> Any:
     """Return the base that adapters were trained with, in fp32 on the CPU."""
-    cpu = torch.device("cpu")
+    cpu, settings = torch.device("cpu"), recipe.section(SftModel)
+    remote = settings.trust_remote_code
+    config = load_config(settings.path, trust_remote_code=remote)
+    if is_block_scaled(config) and settings.base_dtype in ("auto", "e4m3"):
+        return load_model(settings.path, dtype=torch.float32, trust_remote_code=remote)
     model = _loaded(recipe, device=cpu, on=cpu).float()
-    return dequantized_base(model, recipe.section(SftModel).base_dtype)
+    return model if is_block_scaled(config) else dequantized_base(model, settings.base_dtype)
 
 
 def _bound(model: Any, recipe: Recipe, device: torch.device) -> bool:

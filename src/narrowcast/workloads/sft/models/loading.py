@@ -3,6 +3,7 @@
 Nothing is unpickled. Missing weights raise; transformers would initialise them randomly.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 from narrowcast.config.problems import shortened
 from narrowcast.config.workload import require_modules
 from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.kernels.fp8_groups import BLOCK, widen_rows
 from narrowcast.workloads.sft.data.templates import special_texts
 from narrowcast.workloads.sft.settings import TINY
 
@@ -27,6 +29,8 @@ CHAT_TEMPLATE = (
 _Loaded = TypeVar("_Loaded")
 GGUF = ".gguf"
 ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+SCALE = "_scale_inv"
+"""After the name of a weight in e4m3, that of its scales."""
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -168,6 +172,9 @@ def load_model(
     device = torch.device(device)
     config = load_config(name, trust_remote_code=trust_remote_code)
     stored = dtype or config.dtype or torch.float32
+    blocks = _quantization(config) if is_block_scaled(config) else None
+    if blocks is not None:
+        del config.quantization_config  # transformers has layers of its own for these weights
     if name == TINY or device.type == "meta":
         known = {key: options[key] for key in ("attn_implementation",) if key in options}
         with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
@@ -180,15 +187,21 @@ def load_model(
             )
         return model.to(device).train()
     location = locate_model(name)
+    kind = causal
+    if blocks is None:
+        options |= {"trust_remote_code": trust_remote_code, **location.options}
+        options["use_safetensors"] = None if location.gguf else True
+    else:
+        with torch.device("meta"):
+            kind = type(causal.from_config(config, trust_remote_code=trust_remote_code))
+        values = _dequantized(name, location, blocks, dtype=stored)
+        options |= {"config": config, "state_dict": values}
     loaded: tuple[Any, Any] = _loaded(
-        lambda: causal.from_pretrained(
-            location.folder,
+        lambda: kind.from_pretrained(
+            location.folder if blocks is None else None,
             dtype=stored,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=None if location.gguf else True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # to learn which; they raise below
-            **location.options,
             **options,
         ),
         f"model.path={name}",
@@ -197,7 +210,100 @@ def load_model(
     _check_weights_exist(name, info)
     if location.gguf is not None:
         _forget_gguf(model)
+    if blocks is not None:
+        kinds: Any = transformers.GenerationConfig
+        with contextlib.suppress(OSError):  # not every model has one
+            model.generation_config = kinds.from_pretrained(location.folder)
     return (model if getattr(model, "is_quantized", False) else model.to(device)).train()
+
+
+def is_block_scaled(config: Any) -> bool:
+    """Return whether a model's files have e4m3 weights with scales, as those of DeepSeek-V3 do."""
+    return _quantization(config).get("quant_method") == "fp8"
+
+
+def _quantization(config: Any) -> dict[str, Any]:
+    settings = getattr(config, "quantization_config", None) or {}
+    return dict(settings) if isinstance(settings, dict) else dict(settings.to_dict())
+
+
+class BlockScaled(NamedTuple):
+    """A weight as a file has it."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor  # one per 128×128 block
+
+    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight, rounded once to a dtype."""
+        return widen_rows(self.codes, self.scale, dtype)
+
+
+def block_scaled_weights(name: str, config: Any) -> dict[str, BlockScaled]:
+    """Return the e4m3 weights of a model's files by name, or raise if they have other scales."""
+    weights: dict[str, BlockScaled] = {}
+    for file in _weight_files(locate_model(name)):
+        weights |= _read_blocks(name, file, _quantization(config))
+    return weights
+
+
+def empty_blocks(weight: torch.Tensor) -> BlockScaled:
+    """Return codes and scales for a weight without values."""
+    sides = [-(-side // BLOCK) for side in weight.shape]
+    codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+    return BlockScaled(codes, torch.empty(sides, device=weight.device))
+
+
+def _dequantized(
+    name: str, at: ModelLocation, settings: dict[str, Any], *, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return the weights of a model's files, those in e4m3 in another dtype."""
+    from safetensors import safe_open
+
+    values: dict[str, torch.Tensor] = {}
+    for file in _weight_files(at):
+        wide = {key: each.wide(dtype) for key, each in _read_blocks(name, file, settings).items()}
+        with safe_open(file, "pt") as opened:
+            keys = [key for key in list(opened.keys()) if not key.endswith(SCALE)]
+            values |= {key: wide.get(key, opened.get_tensor(key)) for key in keys}
+    return values
+
+
+def _weight_files(at: ModelLocation) -> list[Path]:
+    folder = Path(at.folder)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(at.folder, allow_patterns=["*.safetensors", "*.json"]))
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _read_blocks(name: str, file: Path, settings: dict[str, Any]) -> dict[str, BlockScaled]:
+    from safetensors import safe_open
+
+    size = settings.get("weight_block_size")
+    if size is None or list(size) != [BLOCK, BLOCK]:
+        raise UnsupportedError(
+            f"model.path={name} must have e4m3 weights with one scale per {BLOCK}×{BLOCK} block, "
+            f"got weight_block_size={size}. Use the 16-bit version of the model."
+        )
+    weights = {}
+    with safe_open(file, "pt") as opened:
+        keys = set(opened.keys())
+        for key in sorted(key for key in keys if key.endswith(SCALE)):
+            codes = opened.get_tensor(key.removesuffix(SCALE))
+            scale = opened.get_tensor(key).float()
+            needed = tuple(-(-side // BLOCK) for side in codes.shape)
+            if codes.dtype != torch.float8_e4m3fn or scale.shape != needed:
+                raise ConfigError(
+                    f"{file}: {key} must have one scale per {BLOCK}×{BLOCK} block of an e4m3 "
+                    f"matrix, got scales of shape {tuple(scale.shape)} for {codes.dtype} of shape "
+                    f"{tuple(codes.shape)}."
+                )
+            bad = (codes.view(torch.uint8) & 0x7F == 0x7F).any() or not scale.isfinite().all()
+            if bool(bad):
+                raise ConfigError(f"{file}: {key} or its weight has inf or NaN. Copy it again.")
+            weights[key.removesuffix(SCALE)] = BlockScaled(codes, scale)
+    return weights
 
 
 def context_length(model: Any) -> int | None:

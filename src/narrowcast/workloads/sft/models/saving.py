@@ -11,7 +11,7 @@ from narrowcast.numerics import plain_format
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.training.checkpoints.export import tied_names, whole_weights
 from narrowcast.workloads.sft.models.base import base_to_merge
-from narrowcast.workloads.sft.models.loading import load_config, quiet
+from narrowcast.workloads.sft.models.loading import is_block_scaled, load_config, quiet
 from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
 MODEL = "final_model"
@@ -30,6 +30,8 @@ def write_models(folder: Path, prepared: Prepared, recipe: Recipe, *, tokenizer:
     """Write the model folders of a run. With sharded weights, all ranks call it and one writes."""
     settings = recipe.section(SftModel)
     config = load_config(settings.path, trust_remote_code=settings.trust_remote_code)
+    if is_block_scaled(config):
+        del config.quantization_config  # the saved weights are in 16 or 32 bits
     dtype = config.dtype or torch.float32
     if settings.save_dtype != "auto":
         dtype = plain_format(settings.save_dtype).dtype
