@@ -19,13 +19,13 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.integrations.transformers import TrainerMixin as TrainerMixin
     from narrowcast.integrations.transformers import attach as attach
     from narrowcast.integrations.transformers import trainer_precision as trainer_precision
+    from narrowcast.precision.estimate.planning import plan as plan
     from narrowcast.precision.fused.linear_cross_entropy import (
         linear_cross_entropy as linear_cross_entropy,
     )
     from narrowcast.precision.gradients.loss_scale import LossScale as LossScale
     from narrowcast.precision.plan.memory import Memory as Memory
     from narrowcast.precision.plan.plan import Plan as Plan
-    from narrowcast.precision.plan.plan import make_plan as plan  # noqa: F401
     from narrowcast.precision.plan.policy import PRESETS as PRESETS
     from narrowcast.precision.plan.policy import Policy as Policy
     from narrowcast.precision.plan.policy import policy_from as policy  # noqa: F401
@@ -109,7 +109,7 @@ _HOMES = {
     "linear_cross_entropy": "precision.fused.linear_cross_entropy",
     "load_recipe": "workloads",
     "optimal_precision": "precision.plan.tasks",
-    "plan": "precision.plan.plan:make_plan",
+    "plan": "precision.estimate.planning",
     "plan_recipe": "runner.run",
     "policy": "precision.plan.policy:policy_from",
     "PendingSave": "training.checkpoints.run_checkpoint",

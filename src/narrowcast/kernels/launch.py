@@ -25,6 +25,8 @@ _ALIGNED = 16
 _INT32 = 2**31
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Types of tensors that are one piece of memory; any other may be several, or stand for one."""
+NO_MEMORY = -2
+"""Number of the device of tensors that have no memory, in a dry run: nothing is launched."""
 _INTERPRETING = threading.Lock()
 """Triton's interpreter replaces functions and notes its program for the whole process."""
 _KEPT = 1024
@@ -70,6 +72,8 @@ def is_traced(*tensors: Tensor) -> bool:
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch a kernel of Triton's where its first argument is; Triton itself asks no tensor."""
     device = args[0].get_device()
+    if device == NO_MEMORY:
+        return
     if device < 0:
         with _INTERPRETING:
             kernel[grid](*args, **options)

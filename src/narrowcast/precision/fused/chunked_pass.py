@@ -37,6 +37,11 @@ def lift(dtype: torch.dtype) -> float:
     return _FP16_LIFT if dtype == torch.float16 else 1.0
 
 
+def filled_columns(columns: int) -> int:
+    """Return how many columns are multiplied: more where products of so few would be slow."""
+    return columns + (-columns % _ALIGNED if columns % _WORD else 0)
+
+
 def even_chunks(rows: int, columns: int, dtype: torch.dtype) -> int:
     """Return how many rows go at once: as few chunks as fit, of about one size."""
     chunks = -(-rows * columns * dtype.itemsize // CHUNK_BYTES)
@@ -67,7 +72,7 @@ def chunked_pass(
     from narrowcast.kernels.cross_entropy import cross_entropy_
 
     rows, columns = hidden.shape[0], weight.shape[0]
-    filled = columns + (-columns % _ALIGNED if columns % _WORD else 0)
+    filled = filled_columns(columns)
     losses, *grads, statistics_rows = _results(hidden, weight, needs, statistics, filled=filled)
     chunk = chunk_rows or even_chunks(rows, filled, dtype)
     # Autocast would cast again what is cast here.

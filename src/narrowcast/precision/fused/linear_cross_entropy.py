@@ -304,4 +304,7 @@ def _operand_dtype(hidden: Tensor, head: nn.Linear) -> torch.dtype | None:
 def _is_emulated() -> bool:
     """Return whether a function mode other than a device mode would see a product here."""
     modes = torch.overrides._get_current_function_mode_stack()
-    return any(type(mode) is not DeviceContext for mode in modes)
+    return any(
+        type(mode) is not DeviceContext and not getattr(mode, "nc_transparent", False)
+        for mode in modes
+    )

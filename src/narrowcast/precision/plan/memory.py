@@ -3,6 +3,7 @@
 A block is one of several modules of one class that a model holds in a list.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -68,6 +69,59 @@ class Memory:
         return self.activation_checkpointing != "none" or "activations" in self.offload
 
 
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+         "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Return the bytes that a text such as `24GiB` names."""
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
+        return text
+    matched = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    if matched is None or not float(matched[1]):
+        raise ConfigError(f'A memory size must be text such as "24GiB", got {text!r}.')
+    return round(float(matched[1]) * UNITS[matched[2]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """The largest memory of a training step, predicted before it runs."""
+
+    allocated: int
+    """Peak bytes of tensors, rounded as the device's allocator rounds them."""
+    reserved: int
+    """Peak bytes that torch's allocator takes from the device, with gaps between tensors."""
+    context: int = 0
+    """Bytes of the CUDA context, outside the allocator."""
+    roles: Mapping[str, int] = field(default_factory=dict)
+    """Bytes at the peak by role: params, grads, master, moments, activations, temporaries …"""
+    modules: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of activations at the peak, by the module that made them."""
+    notes: tuple[str, ...] = ()
+    """What is approximate about the prediction."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes below which a step cannot run."""
+        return self.allocated + self.context
+
+    def fits(self, budget: str | int) -> bool:
+        """Return whether a step fits, gaps of the allocator included: `fits("24GiB")`."""
+        return self.reserved + self.context <= parse_bytes(budget)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "allocated": self.allocated,
+            "reserved": self.reserved,
+            "context": self.context,
+            "roles": dict(self.roles),
+            "modules": dict(self.modules),
+            "notes": list(self.notes),
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """What is recomputed and offloaded, and for which blocks."""
@@ -77,6 +131,8 @@ class MemoryPlan:
     """Names of the blocks in model order; empty if nothing is done per block."""
     on_host: int = 0
     """Bytes of the optimizer's moments that lie in the host's memory."""
+    predicted: MemoryEstimate | None = None
+    """The peak of a step; None if the plan was made without a batch."""
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -95,6 +151,7 @@ class MemoryPlan:
             "offload": list(self.requested.offload),
             "blocks": list(self.blocks),
             "on_host": self.on_host,
+            **({} if self.predicted is None else {"predicted": self.predicted.to_json()}),
         }
 
     @property

@@ -203,6 +203,19 @@ class Plan:
         """Number of modules kept wider only because of the host cost of fp8."""
         return sum(each.spares_host for each in self.modules)
 
+    def fits(self, budget: str | int) -> bool:
+        """Return whether a training step fits into a budget such as "24GiB".
+
+        Raises:
+            ConfigError: The plan was made without a batch, so activations are unknown.
+        """
+        if self.memory.predicted is None:
+            raise ConfigError(
+                "plan.fits() needs the memory of a step, which depends on the batch. Pass batch= "
+                "to nc.plan(), or use nc.plan_recipe()."
+            )
+        return self.memory.predicted.fits(budget)
+
     def module(self, name: str) -> ModulePlan:
         """Return the plan of one module."""
         return next(m for m in self.modules if m.name == name)

@@ -156,6 +156,12 @@ class FusedAdamW:
         vars(self._optimizer)["_opt_called"] = True
         return lost
 
+    def begin_state(self, present: Sequence[int]) -> bool:
+        """Make the moments of weights without an update; return whether the kernel makes those."""
+        for i in present if self._kernel else ():
+            self._state(i, self._weights[i])
+        return self._kernel
+
     def has_written(self, present: Sequence[int]) -> None:
         """Bump the version counters of weights: the kernel writes without autograd noticing."""
         torch.autograd.graph.increment_version(local_shards([self._weights[i] for i in present]))
