@@ -263,10 +263,10 @@ class Caching:
         free = self._free[small]
         at = bisect.bisect_left(free, (size, -1))
         if at < len(free):
-            found, address = free.pop(at)
-            self._forget(address, found)
+            taken, address = free.pop(at)
+            self._forget(address, taken)
         else:
-            found = (
+            taken = (
                 _SMALL_SEGMENT
                 if small
                 else _LARGE_SEGMENT
@@ -274,15 +274,15 @@ class Caching:
                 else -(-size // _LARGE_ROUND) * _LARGE_ROUND
             )
             address = self._next
-            self._next += found
+            self._next += taken
             self._edges |= {address, self._next}
-            self.reserved += found
-        left = found - size
+            self.reserved += taken
+        left = taken - size
         if left >= SMALLEST if small else left > _SMALL:
             self._keep(address + size, left, small)
-            found = size
+            taken = size
         self._pool[address] = small
-        return address, found
+        return address, taken
 
     def give(self, address: int, size: int) -> None:
         """Free a block, and merge it with free neighbours of its segment."""

@@ -199,13 +199,13 @@ def _is_meta(tensor: Tensor) -> bool:
 def _attention(mode: StandIn, func: Any, args: Any, kwargs: Any) -> Any:
     """Choose the kernel that the device would take."""
     names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key, value = given["query"], given["key"], given["value"]
+    inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
     if torch.is_autocast_enabled(mode.device.type):
         (query, key, value), _ = mode._cast("linear", (query, key, value), {})
-    mask, dropout = given.get("attn_mask"), given.get("dropout_p", 0.0)
-    causal, scale = given.get("is_causal", False), given.get("scale")
-    if given.get("enable_gqa") and key.shape[-3] != query.shape[-3]:
+    mask, dropout = inputs.get("attn_mask"), inputs.get("dropout_p", 0.0)
+    causal, scale = inputs.get("is_causal", False), inputs.get("scale")
+    if inputs.get("enable_gqa") and key.shape[-3] != query.shape[-3]:
         repeats = query.shape[-3] // key.shape[-3]
         if mode.device.type != "cuda" or query.dtype not in _HALVES:
             key = key.repeat_interleave(repeats, -3)
