@@ -232,7 +232,7 @@ class _Rehearsal:
         engine = run.engine
         weights = engine.weights
         present = weights.with_gradients()
-        if not weights.begin_fused_state(present):
+        if weights.fused is None or not weights.fused.begin_state(present):
             engine.queue_update(present, metered=False)
         weights.forget_gradients()
         weights.ownership.gradients.end_step()

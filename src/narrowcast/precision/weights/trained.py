@@ -403,10 +403,6 @@ class TrainedWeights:
             self.average.update(left, self.full, finite=finite)
         return lost
 
-    def begin_fused_state(self, present: Sequence[int]) -> bool:
-        """Make the state of the fused kernel for a dry run; return whether the kernel updates."""
-        return self.fused is not None and self.fused.begin_state(present)
-
     def _shown(self, weight: nn.Parameter) -> Tensor:
         """Return the value for a copy of a weight: the swapped-in one, if any."""
         get_value = self.ownership.stand_in
