@@ -121,6 +121,8 @@ def _conclude(
     if end.exported:
         best = measures(task, dict(end.measured))
         say(console, "", f"from step {count(end.exported)}, the best evaluation: {best}")
+    for number, line in enumerate(run.task.summary() if run.task.summary else ()):
+        say(console, "" if number else "result", line)
     _suggest_more(console, folder, end=end)
 
 

@@ -86,7 +86,7 @@ def load_recipe(
     line = document.lines.get(("workload",))
     where = f"{matched.shown}{f':{line}' if line else ''}: workload"
     known = _find_sections(document.value.get("workload"), arguments, sections, where=where)
-    inputs = Overrides(recipe_tree(known))
+    inputs = Overrides(recipe_tree(known), known.shorthand)
     inputs.settings["name",] = Setting(matched.name, matched.origin, f"{matched.shown}: name")
     inputs.add_file(document, origin=matched.origin, shown_as=matched.shown)
     inputs.add_arguments(arguments)
@@ -107,7 +107,7 @@ def from_resolved(
             raise CheckpointError(f"resolved.json is damaged: {key} has no value and origin")
     workload = resolved.get("workload", {}).get("value")
     known = _find_sections(workload, arguments, sections, where="resolved.json: workload")
-    inputs = Overrides(recipe_tree(known))
+    inputs = Overrides(recipe_tree(known), known.shorthand)
     inputs.add_resolved(resolved, shown_as="resolved.json")
     inputs.add_arguments(arguments)
     return _loaded(inputs, known, shown_as="resolved.json", text=text)

@@ -37,6 +37,8 @@ class Overrides:
     """Every setting given so far, by path; later ones replace earlier ones."""
 
     tree: Tree
+    shorthand: Mapping[str, KeyPath] = field(default_factory=dict)
+    """Words of the command line that stand for a setting of the workload."""
     settings: dict[KeyPath, Setting] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)
 
@@ -76,7 +78,9 @@ class Overrides:
     def _add_word(self, word: str) -> None:
         key, equals, text = word.partition("=")
         if equals and key.strip():
-            self._add(tuple(key.strip().split(".")), _Raw.of(text), _Word(word))
+            name = key.strip()
+            path = self.shorthand.get(name, tuple(name.split(".")))
+            self._add(path, _Raw.of(text), _Word(word))
             return
         fix = word.replace(":", "=", 1) if ":" in word else f"{key.strip() or 'steps'}=VALUE"
         self.problems.add(f"{shortened(word)}: must be KEY=VALUE. Write {shortened(fix)}")

@@ -51,6 +51,9 @@ class DataSection(Section):
     """Settings that say where the data lies and no more: with the same data somewhere else a run is
     the same. Only for tasks with a `data_digest`, which tells."""
 
+    shorthand: ClassVar[tuple[str, ...]] = ()
+    """Settings that the command line also takes without `data.`."""
+
     workers: int = Field(
         default=0,
         ge=0,
@@ -79,6 +82,9 @@ class Sections:
                     f"a section cannot be called {name!r}. Write small letters, digits and _"
                 )
         self.data, self.model = data, model
+        self.shorthand: Mapping[str, tuple[str, ...]] = MappingProxyType(
+            {name: ("data", name) for name in data.shorthand}
+        )
         self.by_name: Mapping[str, type[Section]] = MappingProxyType(
             {"data": data, "model": model, **further}
         )

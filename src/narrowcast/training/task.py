@@ -197,6 +197,9 @@ class Task:
     write_results: Callable[[Path, Prepared], None] | None = None
     """Writes the task's own files to the run folder after the last step and the weights, and again
     if that was interrupted."""
+    summary: Callable[[], Sequence[str]] | None = None
+    """Returns lines that the terminal shows below a finished run, such as metrics on test data that
+    `write_results` measured."""
     weights_path: str = ""
     """File or folder in the run folder to which `write_results` saves the weights, e.g. `adapter`.
     If empty, all weights are saved to `model.safetensors`."""
