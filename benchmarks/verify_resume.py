@@ -55,6 +55,7 @@ SIZES = {
         "sites.components=8",
     ],
     "decompose/*": ["batch_size=32", "eval_tasks.pgd_steps=2"],
+    "forecast/*": ["epochs=null", "horizon=12", "lookback=48", "batch_size=2", "eval.every=24"],
     "genomics/*": ["epochs=null", "batch_size=2", "gradient_accumulation_steps=1", "eval.every=24"],
     "sft/tiny": BY_MODEL,
     "sft/*": [*BY_MODEL, "data.max_seq_length=64"],

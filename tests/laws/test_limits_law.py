@@ -17,6 +17,7 @@ WORKLOADS = {
     "sft": "sft/tiny",
     "genomics": "genomics/variant_effect",
     "decompose": "decompose/tms_5-2",
+    "forecast": "forecast/nhits",
 }
 HOSTILE = (
     10**18, -(10**18), "9" * 5000, "-" + "9" * 5000, "0x" + "f" * 5000, "0o" + "7" * 5000,

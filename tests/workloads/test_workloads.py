@@ -31,7 +31,7 @@ def test_every_setting_of_a_workload_is_described(workload):
 
 
 def test_an_unknown_workload_is_refused_with_those_there_are():
-    known = r"workload .knitting.. Write one of decompose, genomics, lm, sft, tutorial"
+    known = r"workload .knitting.. Write one of decompose, forecast, genomics, lm, sft, tutorial"
     with pytest.raises(ConfigError, match=known):
         workload_sections("knitting")
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BUILT_IN: Mapping[str, str] = {
     "decompose": "narrowcast.workloads.decompose:WORKLOAD",
+    "forecast": "narrowcast.workloads.forecast:WORKLOAD",
     "genomics": "narrowcast.workloads.genomics:WORKLOAD",
     "lm": "narrowcast.workloads.lm:WORKLOAD",
     "sft": "narrowcast.workloads.sft:WORKLOAD",
