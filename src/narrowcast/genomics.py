@@ -10,8 +10,7 @@ folder works with every command.
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from narrowcast.config.keywords import as_arguments, full_name
 from narrowcast.config.section import Section
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import detect_hardware
@@ -90,12 +90,12 @@ class FineTuner:
                 )
         self.settings: dict[str, Any] = {} if base is None else dict(self.from_base)
         self.settings |= {key: str(file) for key, file in files.items() if file is not None}
-        self.settings |= {_key(name): value for name, value in settings.items()}
+        self.settings |= {full_name(name, SECTIONS): value for name, value in settings.items()}
 
     @property
     def overrides(self) -> list[str]:
         """The settings as KEY=VALUE arguments of the command line."""
-        return [f"{key}={_text(value)}" for key, value in self.settings.items()]
+        return as_arguments(self.settings, SECTIONS)
 
     def run(self) -> Run:
         """Return the run; iterate over it to train and get every record."""
@@ -215,26 +215,6 @@ class DomainAdaptation(FineTuner):
 
     recipe, task, dropout = "domain_adaptation", "domain_adaptation", 0.2
     from_base: ClassVar = {"optimizer.lr": 5e-6}
-
-
-def _key(name: str) -> str:
-    """Return the full name of a setting."""
-    if "." in name:
-        return name
-    homes = [section for section, kind in SECTIONS.items() if name in kind.model_fields]
-    if len(homes) > 1:
-        terms = " or ".join(f"{section}.{name}" for section in homes)
-        raise ConfigError(f"{name} is a setting of several sections. Write {terms}.")
-    return f"{homes[0]}.{name}" if homes else name
-
-
-def _text(value: Any) -> str:
-    """Return a value as the command line takes it: text unchanged, everything else as JSON."""
-    if isinstance(value, str | Path):
-        return str(value)
-    if isinstance(value, Iterable) and not isinstance(value, Mapping):
-        value = list(value)
-    return json.dumps(value, default=str)
 
 
 def _counted(steps: list[StepRecord], plan: dict[str, Any]) -> dict[str, Any]:
