@@ -1,3 +1,4 @@
+import copy
 import json
 import logging
 from pathlib import Path
@@ -171,6 +172,34 @@ def test_checkpoint_loads_in_plain_transformers_in_fp32(arguments):
         assert loaded.dtype == torch.float32
         assert_equal_weights(loaded, trainer.model)
     assert trainer.model.generate(torch.tensor([[3, 4]]), max_new_tokens=2).shape == (1, 4)
+
+
+def test_save_pretrained_of_a_callback_or_a_submodule_writes_fp32(arguments, tmp_path):
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = llama()
+
+        def forward(self, input_ids, labels):
+            return self.inner(input_ids=input_ids, labels=labels)
+
+    class Saver(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            part = getattr(model, "inner", model)
+            part.save_pretrained(tmp_path / "saved")
+            copy.deepcopy(part).save_pretrained(tmp_path / "copied")
+
+    for make in (llama, Wrapped):
+        trainer = transformers.Trainer(
+            model=make(), args=arguments(), train_dataset=token_rows(), callbacks=[Saver()]
+        )
+        attach(trainer, SPLIT).train()
+        trained = getattr(trainer.model, "inner", trainer.model)
+        assert "save_pretrained" not in vars(trained)
+        for folder in ("saved", "copied"):
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+            assert loaded.dtype == torch.float32
+            assert_equal_weights(loaded, trained)
 
 
 def test_checkpoint_of_a_plain_trainer_raises(arguments):

@@ -6,10 +6,14 @@ order. Nothing here waits for the device unless the host trainer reads a number.
 
 import contextlib
 import copy
+import functools
 import inspect
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import MethodType
 from typing import Any, final
 
 import torch
@@ -96,7 +100,7 @@ class HostedRun:
         self.known_outcome: Outcome | None = None
         """The newest outcome that can be read without waiting for the device."""
         self.findings_count = 0
-        self._full_weights_hook: RemovableHandle | None = None
+        self._save_hooks: list[RemovableHandle | _SavePretrained] = []
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context manager for forward passes and losses."""
@@ -192,9 +196,12 @@ class HostedRun:
 
         Whatever the host or a callback saves then loads into the plain model without a loss.
         """
-        self._full_weights_hook = self.run.model.register_state_dict_post_hook(
-            _FullWeights(self.run)
-        )
+        model = self.run.model
+        pretrained = [each for each in model.modules() if _names_dtype_in_config(each)]
+        for each in dict.fromkeys([model, *pretrained]):
+            self._save_hooks.append(each.register_state_dict_post_hook(_FullWeights(self.run)))
+        if self.run.plan.policy.params != "fp32" or self.settings.schedule:
+            self._save_hooks += [_SavePretrained(each) for each in pretrained]
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values, which `torch.load(weights_only=True)` reads."""
@@ -243,8 +250,9 @@ class HostedRun:
     def release(self) -> nn.Module:
         """Return the plain fp32 model; schedulers belong to the host again."""
         self.sync_schedulers()
-        if self._full_weights_hook is not None:
-            self._full_weights_hook.remove()
+        for hook in self._save_hooks:
+            hook.remove()
+        self._save_hooks.clear()
         for each in self._schedulers:
             each.release()
         self._schedulers.clear()
@@ -322,6 +330,55 @@ class _FullWeights:
             is_copy = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
             if is_copy and p in trained and value.dtype != torch.float32:
                 state[prefix + name] = get_value(p).detach()
+
+
+def _names_dtype_in_config(module: nn.Module) -> bool:
+    """Return whether this is a model of transformers, which saves a config with its dtype."""
+    kind: Any = type(module)
+    if not hasattr(kind, "save_pretrained") or not hasattr(kind, "dtype"):
+        return False
+    return "save_directory" in inspect.signature(kind.save_pretrained).parameters
+
+
+@final
+class _SavePretrained:
+    """`save_pretrained` of a transformers model, with the dtype of the saved weights in the config.
+
+    transformers writes the dtype of the model, and `from_pretrained` would round fp32 weights to
+    it. Copies and pickles of the model have their own method.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._call: Any = model.save_pretrained
+        functools.update_wrapper(self, self._call)
+        model.__dict__["save_pretrained"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._call(*args, **kwargs)
+        inputs = inspect.signature(self._call).bind(*args, **kwargs).arguments
+        weights = (inputs.get("state_dict") or {}).values()
+        floats = [w.dtype for w in weights if isinstance(w, Tensor) and w.is_floating_point()]
+        dtype = floats[0] if floats else torch.float32
+        path = Path(inputs["save_directory"]) / "config.json"
+        if inputs.get("is_main_process", True) and path.exists():
+            config = json.loads(path.read_text())
+            for name in {"dtype", "torch_dtype"} & config.keys():
+                config[name] = str(dtype).removeprefix("torch.")
+            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._model)]
+        return MethodType(type(copied).save_pretrained, copied)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._model, "save_pretrained")
+
+    def remove(self) -> None:
+        """Give the model its own method back."""
+        if self._model.__dict__.get("save_pretrained") is self:
+            del self._model.__dict__["save_pretrained"]
 
 
 @final

@@ -8,11 +8,9 @@ imported only when it is used.
 import contextlib
 import functools
 import inspect
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -280,13 +278,6 @@ class TrainerMixin(_host):  # type: ignore[misc]
             logs.update(self._nc_hosted.logs())
         super().log(logs, *args, **kwargs)
 
-    def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        super()._save(output_dir, *args, **kwargs)
-        hosted = self._nc_hosted
-        if hosted is not None and hosted.run.plan.policy.params != "fp32":
-            folder = self.args.output_dir if output_dir is None else output_dir
-            _set_saved_dtype(Path(folder) / "config.json")
-
     def _load_best_model(self) -> None:
         self._nc_release()  # what is loaded must not be replaced by master weights
         super()._load_best_model()
@@ -449,14 +440,6 @@ def _reads_gradients(callback: Any) -> bool:
 
     method = inspect.getattr_static(type(callback), "on_pre_optimizer_step", None)
     return method is not inspect.getattr_static(TrainerCallback, "on_pre_optimizer_step")
-
-
-def _set_saved_dtype(path: Path) -> None:
-    """Set the dtype in a saved config to that of the saved weights, fp32."""
-    if not path.exists():
-        return  # an adapter
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True) + "\n")
 
 
 def transformers_callback(
