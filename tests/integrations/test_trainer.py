@@ -385,6 +385,22 @@ def test_schedule_changes_the_policy_and_resumes(arguments):
     assert_equal_weights(again.model, straight.model)
 
 
+def test_resumed_run_may_change_the_policy_at_the_step_of_the_checkpoint(arguments):
+    rows, args = token_rows(), arguments(save_strategy="steps", save_steps=3)
+    attach(transformers.Trainer(model=llama(), args=args, train_dataset=rows), SPLIT).train()
+    checkpoint = f"{args.output_dir}/checkpoint-3"
+    trainer = transformers.Trainer(model=llama(), args=args, train_dataset=rows)
+    with pytest.raises(CheckpointError, match=r"schedule=\{3: \.\.\.\}"):
+        attach(trainer, "fp16").train(resume_from_checkpoint=checkpoint)
+    args = arguments(save_strategy="no")
+    again = transformers.Trainer(model=llama(), args=args, train_dataset=rows)
+    attach(again, SPLIT, schedule={3: "fp16"}).train(resume_from_checkpoint=checkpoint)
+    straight = transformers.Trainer(model=llama(), args=args, train_dataset=rows)
+    attach(straight, SPLIT, schedule={3: "fp16"}).train()
+    assert str(again.precision_run.plan.policy) == "compute=fp16"
+    assert_equal_weights(again.model, straight.model)
+
+
 def test_unsupported_trainers_raise(arguments):
     trainer = transformers.Trainer(model=llama(), args=arguments(), train_dataset=token_rows())
     with pytest.raises(ConfigError, match="needs a transformers Trainer, got LlamaForCausalLM"):

@@ -210,10 +210,9 @@ class HostedRun:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict()`, with the policy that the schedule has for its step."""
-        saved = state.get("stats", {}).get("steps", 0)
-        if self.settings.schedule:
-            self._set_policy(self.settings.policy_at(int(saved)))
-        self.run.load_state_dict(state)
+        step = int(state.get("stats", {}).get("steps", 0))
+        with self._policy_of_checkpoint(state.get("policy"), step):
+            self.run.load_state_dict(state)
 
     def progress(self) -> dict[str, Any]:
         """Return the part of `state_dict()` that neither fp32 weights nor optimizers hold."""
@@ -233,19 +232,37 @@ class HostedRun:
     def load_progress(self, state: dict[str, Any]) -> None:
         """Restore a `progress()` of a run with the same policy and model."""
         engine, stats = self.run.engine, Stats.from_state(state["stats"])
-        if self.settings.schedule:
-            self._set_policy(self.settings.policy_at(stats.steps))
-        if state["policy"] != str(engine.plan.policy):
+        with self._policy_of_checkpoint(state["policy"], stats.steps):
+            engine.scales.load_state_dict(state["scales"])
+            engine.fp8.load_state_dict(state["amax"])
+            if engine.weights.average is not None and state["average"] is not None:
+                copy_tensors(engine.weights.average.averages, state["average"])
+            engine.log.stats, engine.steps_begun = stats, stats.steps
+            engine.begin_first_scales(step=0, applied_before=int(state["applied_before"]))
+
+    @contextlib.contextmanager
+    def _policy_of_checkpoint(self, saved: str | None, step: int) -> Iterator[None]:
+        """Use the policy that a checkpoint of this step was written with while it is loaded.
+
+        The schedule may change the policy at this very step, and the saved run need not have.
+        """
+        schedule, engine = self.settings.schedule, self.run.engine
+        continued = self.settings.policy_at(step)
+        for policy in (continued, self.settings.policy_at(step - 1)) if schedule else ():
+            self._set_policy(policy)
+            if str(engine.plan.policy) == saved:
+                break
+        if saved is not None and str(engine.plan.policy) != saved:
+            if schedule:
+                self._set_policy(continued)
             raise CheckpointError(
-                f"The checkpoint was written with the policy {state['policy']!r}, but this run "
-                f"uses {str(engine.plan.policy)!r}. Use the policy of the checkpoint."
+                f"The checkpoint of step {step} was written with the policy {saved!r}, but this "
+                f"run uses {str(engine.plan.policy)!r}. Use the policy of the checkpoint, and "
+                f"schedule={{{step}: ...}} to continue with another one."
             )
-        engine.scales.load_state_dict(state["scales"])
-        engine.fp8.load_state_dict(state["amax"])
-        if engine.weights.average is not None and state["average"] is not None:
-            copy_tensors(engine.weights.average.averages, state["average"])
-        engine.log.stats, engine.steps_begun = stats, stats.steps
-        engine.begin_first_scales(step=0, applied_before=int(state["applied_before"]))
+        yield
+        if schedule:
+            self._set_policy(continued)
 
     def release(self) -> nn.Module:
         """Return the plain fp32 model; schedulers belong to the host again."""
