@@ -403,6 +403,22 @@ def test_lbfgs_and_own_backward_raise(clean):
         make_trainer(NarrowcastPrecision("bf16")).fit(module, clean)
 
 
+def test_pruning_callback_raises(clean):
+    pruning = pl.callbacks.ModelPruning("l1_unstructured", amount=0.3)
+    with pytest.raises(UnsupportedError, match=r"ModelPruning.*torch\.nn\.utils\.prune"):
+        make_trainer(NarrowcastPrecision("bf16"), callbacks=[pruning]).fit(make_module(), clean)
+
+
+def test_subclass_of_plugin_and_precision_serves_lightning_cli(clean):
+    class Narrowcast(NarrowcastPrecision, pl.plugins.precision.Precision):
+        pass
+
+    plugin, module = Narrowcast("fp16", clip_norm=0.5), make_module()
+    assert isinstance(copy.deepcopy(plugin), Narrowcast)
+    make_trainer(plugin).fit(module, clean)
+    assert_same_weights(module, plain_loop("fp16", clean, clip_norm=0.5)[0])
+
+
 def test_ema_of_optimizers_that_step_alone_raises(clean):
     with pytest.raises(UnsupportedError, match="ema_decay"):
         make_trainer(NarrowcastPrecision("bf16", ema_decay=0.9)).fit(make_gan(), clean)

@@ -72,7 +72,7 @@ class _HostInterface:
         is_fitting = trainer.state.fn == "fit"  # a trainer keeps the optimizers of its last fit
         if not is_fitting or not ours or type(ours[0]).__name__ == "_MockOptimizer":
             return model, optimizers, lr_schedulers
-        _check_module(module)
+        _check_module(module, trainer.callbacks)
         try:
             hosted = self._prepare(model, ours)
         except UnsupportedError as error:
@@ -479,7 +479,12 @@ def _check_strategy(strategy: Any) -> None:
         )
 
 
-def _check_module(module: Any) -> None:
+def _check_module(module: Any, callbacks: list[Any]) -> None:
+    if any(kind.__name__ == "ModelPruning" for each in callbacks for kind in type(each).__mro__):
+        raise UnsupportedError(
+            "ModelPruning replaces weights during fit(), which the plug-in does not support. Leave "
+            "out the callback, and prune the model with torch.nn.utils.prune before or after fit()."
+        )
     if _overrides(module, "backward"):
         raise UnsupportedError(
             f"{type(module).__name__} overrides backward(), which the plug-in replaces. Set "
