@@ -151,6 +151,11 @@ class Meter(Clock):
         self._places.update(f"{Path(w.filename).name}:{w.lineno}" for w in waits)
 
 
+def backend(model: Any) -> str:
+    """Return the compiler, which on a CPU only shows that a side runs."""
+    return "aot_eager" if model.device.type == "cpu" else "inductor"
+
+
 def adamw(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
 
@@ -159,7 +164,9 @@ def train_own_loop(side: Side, model: Any, loader: Any, meter: Meter, policy: st
     run = nc.prepare(
         model, adamw(model), policy=policy, clip_norm=CLIP_NORM, execution=side.execution
     )
-    forward = torch.compile(model) if side.execution == "compiled" else model
+    forward = (
+        torch.compile(model, backend=backend(model)) if side.execution == "compiled" else model
+    )
     graphed = run.graphed(lambda **batch: model(**batch).loss)
     for batch in loader:
         batch = {k: each.to(model.device, non_blocking=True) for k, each in batch.items()}
@@ -179,7 +186,7 @@ def train_with_accelerate(side: Side, model: Any, loader: Any, meter: Meter, pol
 
     on_gpu = model.device.type != "cpu"
     settings: dict[str, Any] = {"cpu": not on_gpu}
-    settings["dynamo_backend"] = "inductor" if side.execution == "compiled" else "no"
+    settings["dynamo_backend"] = backend(model) if side.execution == "compiled" else "no"
     if side.plugin:
         accelerator = nc.Accelerator(policy=policy, **settings)
     else:
@@ -225,7 +232,7 @@ def train_with_lightning(side: Side, model: Any, loader: Any, meter: Meter, poli
             torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP_NORM)
 
     if side.execution == "compiled":
-        model.compile()
+        model.compile(backend=backend(model))
     settings: dict[str, Any] = {"precision": "bf16-mixed" if on_gpu else "32-true"}
     if side.plugin:
         plugin = NarrowcastPrecision(policy, execution=side.execution)
@@ -246,6 +253,9 @@ def train_with_trainer(
         settings = common_arguments(folder, rows=size.rows, steps=steps, device=device)
         settings |= {"bf16": device != "cpu" and not side.plugin, "use_liger_kernel": side.liger}
         settings |= {"torch_compile": side.execution == "compiled"}
+        if side.execution == "compiled":
+            settings |= {"torch_compile_backend": backend(model)}
+        settings |= {"logging_nan_inf_filter": False}  # it waits for each loss
         if side.trainer == "TRL":
             import datasets
             import trl

@@ -1,7 +1,7 @@
 """Time per optimizer step of the plug-ins, against our own loop and against the plain trainers.
 
 Run: python benchmarks/plugins.py [--models NAME,…] [--sides NAME;…] [--steps N] [--json PATH]
-                                  [--together N] [--small]
+                                  [--together N] [--minutes N] [--small]
 
 Lightning, the transformers Trainer, TRL's SFTTrainer and accelerate train three language models
 with random weights, with the plug-in and plain. The own loop calls `nc.prepare` and `run.step`. All
@@ -23,15 +23,24 @@ Seconds are the median step by device events. The peak is the most memory that w
 counted in further steps after the timed ones. Waits for CUDA events are not reported. `--together`
 lets processes warm up side by side. They are still timed one after the other.
 
-`--small` trains tiny models, also on a CPU. There all sides run in fp32, the peak is that of the
-process, and the times say nothing about the bars. `--sides` selects by the beginnings of names.
-Exits with status 1 if a side fails or, on a GPU, if a bar is missed.
+An H200 is expected to need half a minute per eager side and one and a half per compiled side, most
+of it imports and compilation. A model has 23 sides: 20 minutes in turn, about 6 with `--together 6`
+(4 for llama-1.3b, whose optimizer states would not fit). These are estimates, not measurements.
+Rows are written as they come. With the `--json` of an earlier call, the sides in it that were
+measured at the same commit, on the same device, are not measured again. After `--minutes` no
+further side begins, so that a call can end before its limit and another one continue.
+
+`--small` trains tiny models, also on a CPU. There all sides run in fp32, compiled sides do not use
+inductor, the peak is that of the process, and the times say nothing about the bars. `--sides`
+selects by the beginnings of names. Exits with status 1 if a side fails or, on a GPU, if a bar is
+missed.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -89,6 +98,8 @@ def measure(
     folder: Path,
     *,
     together: int,
+    earlier: dict[str, dict[str, Any]],
+    deadline: float,
     save: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
     """Run each side in its own process; return what it measured, or why there is nothing."""
@@ -102,10 +113,17 @@ def measure(
         print(f"- {name}: {row.get('failed') or format(row['seconds'], '.4f') + ' s'}", flush=True)
         save({"model": task["model"], "side": name} | row)
 
-    commands = {side.name: partial(command, side) for side in sides if not skipped[side.name]}
-    found = measure_in_turn(commands, folder, together=together, ended=ended)
+    found = dict(earlier)
+    waiting = [side for side in sides if not skipped[side.name] and side.name not in found]
+    for first in range(0, len(waiting), together):
+        if time.monotonic() > deadline:
+            break
+        commands = {side.name: partial(command, side) for side in waiting[first : first + together]}
+        found |= measure_in_turn(commands, folder, together=together, ended=ended)
+    none = {"skipped": "out of time, run it again with the same --json"}
     return [
-        {"model": task["model"], "side": name} | (found.get(name) or {"skipped": reason})
+        {"model": task["model"], "side": name}
+        | (found.get(name) or ({"skipped": reason} if reason else none))
         for name, reason in skipped.items()
     ]
 
@@ -185,6 +203,7 @@ def main() -> None:
     parser.add_argument("--sides", default="", help="such as 'own loop;TRL', with semicolons")
     parser.add_argument("--steps", type=int, default=20, help="that are timed")
     parser.add_argument("--together", type=int, default=1, help="processes that warm up at once")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="to begin sides in")
     parser.add_argument("--small", action="store_true", help="tiny models, also without a GPU")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
@@ -206,6 +225,8 @@ def main() -> None:
         "rows": [],
         "bars": [],
     }
+    deadline = time.monotonic() + 60 * options.minutes
+    earlier = measured_earlier(figures, options.json)
     print(json.dumps({key: figures[key] for key in ("environment", "packages", "policy")}))
     counted = 0 if device == "cpu" else COUNTED
     for name in models:
@@ -215,16 +236,45 @@ def main() -> None:
             file = Path(folder) / "batches.pt"
             torch.save(make_batches(size, WARM_UP + options.steps + counted), file)
             task = {"model": name, "device": device, "steps": options.steps, "batches": str(file)}
+            figures["rows"] = [row for row in figures["rows"] if row["model"] != name]
             before = len(figures["rows"])
+            figures["rows"] += [row for row in earlier if row["model"] == name]
             save = partial(add_row, figures, options.json)
-            rows = measure(sides, task, Path(folder), together=options.together, save=save)
+            rows = measure(
+                sides,
+                task,
+                Path(folder),
+                together=options.together,
+                earlier={row["side"]: row for row in earlier if row["model"] == name},
+                deadline=deadline,
+                save=save,
+            )
         bars = compare(sides, rows)
         print_tables(rows, bars)
+        others = {row["side"] for row in rows}
+        rows += [row for row in figures["rows"][before:] if row["side"] not in others]
         figures["rows"][before:] = rows
         figures["bars"] += bars
         write(figures, options.json)
     missed = device == "cuda" and any(bar["result"] == "fail" for bar in figures["bars"])
     sys.exit(1 if missed or any("failed" in row for row in figures["rows"]) else 0)
+
+
+def measured_earlier(figures: dict[str, Any], path: Path | None) -> list[dict[str, Any]]:
+    """Return the rows with measurements in a file of an earlier call; put them into `figures`."""
+    if path is None or not path.exists():
+        return []
+    before = json.loads(path.read_text())
+
+    def setup(values: dict[str, Any]) -> dict[str, Any]:
+        machine = values["environment"]
+        same = {key: machine[key] for key in ("commit", "torch", "gpus")}
+        return same | {key: values[key] for key in ("packages", "policy", "steps")}
+
+    if setup(before) != setup(figures):
+        raise SystemExit(f"{path} has measurements of another setup. Write another --json.")
+    figures["rows"] = [row for row in before["rows"] if "seconds" in row]
+    return list(figures["rows"])
 
 
 def add_row(figures: dict[str, Any], path: Path | None, row: dict[str, Any]) -> None:

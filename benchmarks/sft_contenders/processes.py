@@ -1,5 +1,6 @@
 """Processes that warm up side by side and are then measured one after the other."""
 
+import contextlib
 import json
 import os
 import queue
@@ -41,8 +42,9 @@ class Contender:
     def go(self) -> None:
         assert self._process.stdin is not None
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it ended meanwhile: `result` says why
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
 
     def result(self) -> dict[str, Any]:
         """Wait for its end; return what it measured, or why there is nothing."""
