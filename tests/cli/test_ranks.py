@@ -259,7 +259,7 @@ def test_a_broken_place_is_reported():
 @pytest.mark.parametrize(
     ("recipe", "word", "wrong"),
     [
-        ("tutorial", "strategy.name=hybrid", "Hybrid training uses one rank"),
+        ("hybrid/quickstart", "strategy.preset=aggressive", "Jumps use one rank"),
         ("quickstart", "parallel.strategy=hsdp", "parallel.shard must divide the 2 ranks"),
         ("tutorial", "precision.adapt.enabled=true", "precision.adapt.enabled=true uses one rank"),
         ("decompose/tms_5-2", "steps=1", "decompose weighs the micro-batches of one process"),

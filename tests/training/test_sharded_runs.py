@@ -11,7 +11,7 @@ from tests.ranks import on_ranks
 
 import narrowcast as nc
 from narrowcast.runner import assemble
-from narrowcast.runs import EvalRecord, PrecisionRecord, RunFolder, StepRecord
+from narrowcast.runs import EvalRecord, PrecisionRecord, RunFolder, StepRecord, StrategyRecord
 
 pytest.importorskip("torch.distributed")
 SPLIT = "precision.policy=bf16, params=bf16, master=split"
@@ -43,12 +43,12 @@ def metrics_of(folder):
     return [number for row in (*steps, *judged) for number in row]
 
 
-def train(recipe, words, folder, ranks=1):
+def train(recipe, words, folder, ranks=1, strategy="fsdp"):
     words = ["device=cpu", "steps=4", "eval.every=2", "health.every=2", *words]
     if ranks == 1:
         nc.train(recipe, words, out=folder).finish()
     else:
-        words.append("parallel.strategy=fsdp")
+        words.append(f"parallel.strategy={strategy}")
         on_ranks(ranks, lambda rank: nc.train(recipe, words, out=folder).finish())
 
 
@@ -97,6 +97,18 @@ def test_language_models_are_trained_averaged_and_resumed(tiny, tmp_path, words,
         check_same(one, folder, rel)
     changes = [r.step for r in records_of(two) if isinstance(r, PrecisionRecord)]
     assert changes == ([3] if PHASES in words else [])
+
+
+def test_ranks_of_a_hybrid_run_select_the_same_weights(tiny, tmp_path):
+    words = ["precision.policy=fp32", "strategy=hybrid", "strategy.baseline=true", "steps=12"]
+    words += ["strategy.readout.half_lives=[0.2,0.5]", "strategy.readout.budget=0.5"]
+    words += ["checkpoint.every=6", "checkpoint.keep=2"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(tiny, words, one)
+    train(tiny, words, two, ranks=2, strategy="ddp")
+    check_same(one, two)
+    chosen = [[r.what for r in records_of(f) if isinstance(r, StrategyRecord)] for f in (one, two)]
+    assert chosen[0] == chosen[1]
 
 
 @pytest.mark.parametrize("more", [["model.tune=full"], ADAPTERS], ids=["full", "adapters"])

@@ -86,7 +86,7 @@ def assemble(recipe: Recipe, *, ranks: RunRanks = ALONE) -> Assembled:
     prepared = prepare_recipe(recipe, task, plan=phases[0], ranks=ranks)
     strategy: Strategy = PLAIN
     if recipe.strategy.is_hybrid:
-        strategy = HybridStrategy(prepared, task, recipe)
+        strategy = HybridStrategy(prepared, task, recipe, ranks=ranks)
     return Assembled(
         recipe=recipe, task=task, prepared=prepared, plans=phases, strategy=strategy, ranks=ranks
     )

@@ -326,7 +326,7 @@ def _started(loaded: LoadedRecipe, *, out: str | Path | None, ranks: RunRanks) -
     path = None if out is None else Path(out)
     records = assembled.records(loaded.recipe, folder=path)
     if loaded.recipe.strategy.has_baseline:
-        records = _with_baseline(loaded.recipe, records)
+        records = _with_baseline(loaded.recipe, records, ranks=ranks)
     if path is None or not ranks.is_main:
         return Run(loaded, assembled, records, folder=None, task_row=by_task.row)
     folder = RunFolder.create(
@@ -387,7 +387,7 @@ def _started_again(
         loaded = loaded.for_samples(len(assembled.task.train_data))
         records = assembled.records(loaded.recipe, folder=run.path, resume=state, accept=accepted)
         if state is None and loaded.recipe.strategy.has_baseline:
-            records = _with_baseline(loaded.recipe, records)
+            records = _with_baseline(loaded.recipe, records, ranks=ranks)
         run.require_task_info(assembled.task.info)
         message = notices(
             run,
@@ -478,11 +478,13 @@ def _loaded(recipe: str | Path | LoadedRecipe, overrides: Iterable[str]) -> Load
     return recipe
 
 
-def _with_baseline(recipe: Recipe, records: Generator[Record]) -> Generator[Record]:
+def _with_baseline(
+    recipe: Recipe, records: Generator[Record], *, ranks: RunRanks
+) -> Generator[Record]:
     """Train without the strategy first; yield its evaluations as records of step 0."""
     without = recipe.strategy.model_copy(update={"enabled": False})
     plain = recipe.model_copy(update={"strategy": without, "trackers": ()})
-    assembled, seconds = assemble(plain), 0.0
+    assembled, seconds = assemble(plain, ranks=ranks), 0.0
     for record in assembled.records(plain, folder=None):
         match record:
             case StepRecord():

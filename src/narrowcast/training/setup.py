@@ -74,8 +74,8 @@ def check_ranks(recipe: Recipe, task: Task, *, policy: Policy) -> None:
         for name, module in task.model.named_modules()
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
     ]
-    if recipe.strategy.is_hybrid:
-        wrong = f"Hybrid training uses one rank. Write strategy.name=none, {alone}."
+    if recipe.strategy.has_jumps:
+        wrong = f"Jumps use one rank. Write strategy.preset=balanced, {alone}."
     elif recipe.precision.adapt.enabled:
         wrong = (
             "precision.adapt.enabled=true uses one rank, because each rank samples other tensors. "
@@ -119,7 +119,9 @@ def check_sharding(recipe: Recipe, task: Task, *, plan: Plan) -> None:
         for name, weight in task.model.state_dict(keep_vars=True).items()
         if weight.dtype.itemsize == 1 and weight.dtype != torch.bool
     ]
-    if task.edits_gradients:
+    if recipe.strategy.is_hybrid:
+        wrong = "Hybrid training needs whole weights. Write parallel.strategy=ddp."
+    elif task.edits_gradients:
         wrong = f"{recipe.workload} edits whole gradients. Write parallel.strategy=ddp."
     elif narrow:
         wrong = (

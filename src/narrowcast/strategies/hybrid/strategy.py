@@ -24,6 +24,7 @@ from narrowcast.strategies.hybrid.readout.choice import (
     Readouts,
     half_lives_in_steps,
 )
+from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.strategy import Measure, Strategy
 from narrowcast.training.task import EvalBatches, Task
 
@@ -46,7 +47,9 @@ class SelectedWeights:
 class Evaluation:
     """Evaluates the candidate weights of a run."""
 
-    def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
+    def __init__(
+        self, prepared: Prepared, task: Task, recipe: Recipe, *, ranks: RunRanks = ALONE
+    ) -> None:
         settings = recipe.strategy.readout
         if task.held_out is None and settings.budget != ReadoutSection().budget:
             raise ConfigError(
@@ -60,6 +63,7 @@ class Evaluation:
             prepared,
             half_lives=half_lives_in_steps(settings.half_lives, recipe.steps),
             every=settings.every,
+            agreed=ranks.from_main,
             budget=ChoosingBudget(
                 share=settings.budget, step_cost=STEP_COST * recipe.gradient_accumulation_steps
             ),
@@ -120,9 +124,11 @@ class Evaluation:
 class HybridStrategy(Strategy):
     """Follows the steps of a run; see `training.strategy.Strategy`."""
 
-    def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
+    def __init__(
+        self, prepared: Prepared, task: Task, recipe: Recipe, *, ranks: RunRanks = ALONE
+    ) -> None:
         self._prepared = prepared
-        self._evaluation = Evaluation(prepared, task, recipe)
+        self._evaluation = Evaluation(prepared, task, recipe, ranks=ranks)
         self.readouts = self._evaluation.readouts
         self.phases = PhaseCourse(prepared, task, recipe)
         self._accepted = self._rejected = 0

@@ -91,8 +91,9 @@ class Readouts:
         half_lives: Mapping[str, float],
         every: int | None = None,
         budget: ChoosingBudget | None = None,
+        agreed: Callable[[list[float]], list[float]] = list,
     ) -> None:
-        """Take the half-lives of averages, in steps, by name."""
+        """Take the half-lives of averages, in steps, by name; `agreed` makes ranks agree."""
         self._prepared = prepared
         self.bank = AverageBank(prepared, list(half_lives.values()), every=every)
         self._numbers = {name: number for number, name in enumerate(half_lives)}
@@ -100,7 +101,7 @@ class Readouts:
         """Name of the weights that were selected last."""
         self.budget = ChoosingBudget() if budget is None else budget
         """What comparing on batches has cost, and may cost."""
-        self._steps = 0
+        self._steps, self._agreed = 0, agreed
 
     @property
     def names(self) -> list[str]:
@@ -145,7 +146,7 @@ class Readouts:
                 torch.no_grad(),
             ):
                 values = [measure(batch) for batch in chunk]
-            return [float(each) for each in values]
+            return self._agreed([float(each) for each in values])
 
         left = self.budget.left(self._steps) if passes is None else passes
         raced = race(self.names, look, batches=batches, passes=left, better=better)
