@@ -420,11 +420,41 @@ def test_sharded_weights_gathered_by_an_evaluation_are_told_apart():
         assert run.set_policy("bf16")
         with pytest.raises(UnsupportedError, match=r"set_policy\(\).*same params="):
             run.set_policy(split)
-        with pytest.raises(UnsupportedError, match=r"outcome\.bad_rank"):
-            nc.explain(run, [ROWS], lambda rows: model(rows).sum())
         return run.step(model(ROWS).square().mean()).applied
 
     assert on_ranks(2, one_rank) == [True, True]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("cause", ["batch", "gradient"])
+def test_diagnosis_names_the_rank_and_changes_nothing(layout, cause):
+    def one_rank(rank):
+        model, batches = shard(network(), layout), [ROWS[:4].clone(), ROWS[4:].clone()]
+        run = nc.prepare(model, OPTIMIZERS["AdamW"](model.parameters()), policy="fp16")
+        if rank == 2 and cause == "batch":
+            batches[1][3, 7] = math.nan
+
+        def loss_fn(rows):
+            large = rank == 2 and cause == "gradient" and rows is batches[1]
+            return model(rows).square().mean() * (1e9 if large else 1)
+
+        for rows in batches:
+            with run.autocast():
+                loss = loss_fn(rows) / 2
+            run.backward(loss)
+        outcome = run.step()
+        before = [whole(p) for p in model.parameters()]
+        diagnosis = nc.explain(run, batches, loss_fn, loss_scale=outcome.loss_scale)
+        same = all(map(torch.equal, before, [whole(p) for p in model.parameters()]))
+        return outcome.applied, same, diagnosis
+
+    results = on_ranks(RANKS, one_rank)
+    assert len(set(map(str, results))) == 1
+    applied, same, diagnosis = results[0]
+    assert (applied, same, diagnosis.rank, diagnosis.micro_batch) == (False, True, 2, 2)
+    where = "the batch itself holds a NaN at batch[3, 7]" if cause == "batch" else "3 grad_output"
+    assert str(diagnosis).startswith(where)
+    assert "on rank 2" in str(diagnosis)
 
 
 @pytest.mark.parametrize("policy", ["split", "kahan", "fp32 master"])

@@ -11,7 +11,14 @@ from tests.ranks import on_ranks
 
 import narrowcast as nc
 from narrowcast.runner import assemble
-from narrowcast.runs import EvalRecord, PrecisionRecord, RunFolder, StepRecord, StrategyRecord
+from narrowcast.runs import (
+    EvalRecord,
+    FindingRecord,
+    PrecisionRecord,
+    RunFolder,
+    StepRecord,
+    StrategyRecord,
+)
 
 pytest.importorskip("torch.distributed")
 SPLIT = "precision.policy=bf16, params=bf16, master=split"
@@ -97,6 +104,16 @@ def test_language_models_are_trained_averaged_and_resumed(tiny, tmp_path, words,
         check_same(one, folder, rel)
     changes = [r.step for r in records_of(two) if isinstance(r, PrecisionRecord)]
     assert changes == ([3] if PHASES in words else [])
+
+
+def test_a_skipped_step_is_replayed_and_diagnosed(tiny, tmp_path):
+    fault = "fault_injection=[{step: 2, module: blocks.0.mlp.up, role: output, value: inf}]"
+    train(tiny, ["precision.policy=fp32", "steps=3", fault], tmp_path / "run", ranks=2)
+    steps = [r for r in records_of(tmp_path / "run") if isinstance(r, StepRecord)]
+    assert [step.applied for step in steps] == [True, False, True]
+    assert "blocks.0.mlp.up output" in steps[1].skip_reason
+    findings = [r for r in records_of(tmp_path / "run") if isinstance(r, FindingRecord)]
+    assert [(f.module, f.role) for f in findings] == [("blocks.0.mlp.up", "output")] * 2
 
 
 def test_ranks_of_a_hybrid_run_select_the_same_weights(tiny, tmp_path):

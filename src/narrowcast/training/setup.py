@@ -130,11 +130,14 @@ def check_sharding(recipe: Recipe, task: Task, *, plan: Plan) -> None:
         )
     elif recipe.precision.adapt.overflows:
         wrong = (
-            "precision.adapt.overflows needs replays of bad steps. Leave it out, or write "
+            "precision.adapt.overflows may widen the storage of weights. Leave it out, or write "
             "parallel.strategy=ddp."
         )
-    elif recipe.fault_injection:
-        wrong = "fault_injection needs replays. Leave it out, or write parallel.strategy=ddp."
+    elif {"weight", "grad_weight"} & {fault.role for fault in recipe.fault_injection}:
+        wrong = (
+            "fault_injection reaches whole weights only. Write role input, output or grad_output, "
+            "or parallel.strategy=ddp."
+        )
     elif recipe.memory.offload:
         wrong = "memory.offload needs whole weights. Leave it out, or write parallel.strategy=ddp."
     else:

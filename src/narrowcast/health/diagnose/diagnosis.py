@@ -31,6 +31,8 @@ class Diagnosis:
     micro_batch: int
     """Counted from 1."""
     micro_batches: int
+    rank: int | None = None
+    """The rank of that micro-batch, if several share the weights and not all saw a bad value."""
     evidence: str = ""
     """What the values around it were."""
     extreme: Extreme | None = None
@@ -157,7 +159,8 @@ class Diagnosis:
 
     @property
     def _turn(self) -> str:
-        return f"micro-batch {self.micro_batch} of {self.micro_batches}"
+        rank = "" if self.rank is None else f" on rank {self.rank}"
+        return f"micro-batch {self.micro_batch} of {self.micro_batches}{rank}"
 
     @property
     def _verb(self) -> str:

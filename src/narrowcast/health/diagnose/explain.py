@@ -35,7 +35,12 @@ def find_remedy(verdict: Diagnosis, passes: Passes) -> Remedy | None:
         return Remedy(scale=trials.about_scale)
     whole = passes.prepared.plan.policy
     everything = in_fp32(whole)
-    if everything == whole or trials.of(everything) is not None:
+    if everything == whole:
+        return None
+    if passes.prepared.engine.weights.ranks is not None:
+        # Not tried: a rank that runs out of memory in wider formats would stop the others.
+        return Remedy() if verdict.outgrew_format else None
+    if trials.of(everything) is not None:
         return None
     policy, current, tries = whole, verdict, 0
     while tries < TRIES:
@@ -199,8 +204,9 @@ def explain(
 ) -> Diagnosis | None:
     """Replay a step and return where the first inf or NaN appeared.
 
-    Call it before the weights change again. Weights, gradients, buffers, scales and RNG state stay
-    unchanged.
+    Call it before the weights change again. With sharded weights, every rank calls it with its own
+    micro-batches, as many as the others, and the diagnosis names the rank. Weights, gradients,
+    buffers, scales and RNG state stay unchanged.
 
     Args:
         prepared: The run that skipped the step.
@@ -214,7 +220,6 @@ def explain(
 
     Raises:
         ConfigError: `batches` is not a list.
-        UnsupportedError: The weights are sharded.
 
     Example:
         >>> if not outcome.applied:
@@ -224,12 +229,6 @@ def explain(
         raise ConfigError(
             "explain() needs the micro-batches of the step as a list, got "
             f"{type(batches).__name__}. Write nc.explain(run, [batch], loss_fn)."
-        )
-    if prepared.engine.weights.ranks is not None:
-        raise UnsupportedError(
-            "explain() replays passes one rank at a time, and the weights are sharded. "
-            "outcome.bad_rank and outcome.bad_parameters tell where to look. To replay the batch "
-            "of that rank, load run.fp32_state_dict() into a model of one process and prepare it."
         )
     replay_inputs = ReplayInputs.before(prepared, batches)
     if loss_scale is not None and replay_inputs.scales:

@@ -182,6 +182,7 @@ def _finding(step: int, verdict: Diagnosis, outcome: Outcome, *, later: str) -> 
         why=verdict.sentence + (f"; as seen in a replay{later.rstrip(',')}" if later else ""),
         action="" if outcome.applied else skipped,
         advice=verdict.advice(loss_scale=outcome.loss_scale),
+        rank=verdict.rank,
     )
 
 

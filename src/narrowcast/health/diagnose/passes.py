@@ -7,7 +7,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from narrowcast.health.diagnose.inputs import (
 )
 from narrowcast.health.diagnose.recording import Recorder, Seen, weights_of_several_uses
 from narrowcast.health.statistics.watched import probes_off
+from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.weight_swap import plan_tried
@@ -75,7 +76,9 @@ class Passes:
         """
         plan, scales = plan or self.prepared.plan, self.inputs.scales if scales is None else scales
         several: set[nn.Parameter] = set()
-        verdict = self._taken(plan, zero, scales, extremes=extremes, find=several)
+        # What FSDP gathers are no weights of the model.
+        find = several if self.prepared.engine.weights.ranks is None else None
+        verdict = self._taken(plan, zero, scales, extremes=extremes, find=find)
         if verdict is None or verdict.phase == "forward" or not several:
             return verdict
         try:
@@ -108,11 +111,30 @@ class Passes:
                 verdict = self._take_one(
                     recorder, batch, number, zero=zero, several=several, find=find
                 )
+                wanted = verdict is not None and extremes is not None
+                own = find_extremes(batch, recorder.calls) if wanted else []
+                verdict, suspects = self._agreed(verdict, own)
                 if verdict is not None:
                     if extremes is not None:
-                        extremes += find_extremes(batch, recorder.calls)
+                        extremes += suspects
                     return verdict
-            return _look_at_sums(prepared, Formats(plan), self._count)
+            verdict, _ = self._agreed(_look_at_sums(prepared, Formats(plan), self._count), [])
+            # A shard of a sum is of the micro-batches of all ranks.
+            return None if verdict is None else replace(verdict, rank=None)
+
+    def _agreed(
+        self, verdict: Diagnosis | None, extremes: list[Extreme]
+    ) -> tuple[Diagnosis | None, list[Extreme]]:
+        """Return the first rank's verdict, so that ranks of shards take the same passes."""
+        ranks = self.prepared.engine.weights.ranks
+        if ranks is None:
+            return verdict, extremes
+        each = ranks.gathered((verdict, extremes))
+        bad = [rank for rank, (its, _) in enumerate(each) if its is not None]
+        if not bad:
+            return None, []
+        first, suspects = each[bad[0]]
+        return replace(first, rank=None if len(bad) == len(each) else bad[0]), suspects
 
     @property
     def _count(self) -> int:
@@ -187,7 +209,7 @@ def _look_at_sums(prepared: Prepared, formats: Formats, count: int) -> Diagnosis
     matches: list[tuple[Location, Tensor]] = []
     for parameter, name in formats.holders(prepared.model).items():
         if parameter.grad is not None:
-            norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
+            norm = torch.linalg.vector_norm(local_part(parameter.grad), dtype=torch.float32)
             matches.append((formats.location(name, "grad_weight"), norm))
     if not matches:
         return None
@@ -200,7 +222,9 @@ def _look_at_sums(prepared: Prepared, formats: Formats, count: int) -> Diagnosis
         amax=norms[largest],
         micro_batch=count,
         micro_batches=count,
-        evidence="each micro-batch was finite, but the norm of their sum is not",
+        evidence="each micro-batch was finite, but the norm of their sum is not"
+        if prepared.engine.weights.ranks is None
+        else "outputs and their gradients were finite on all ranks",
     )
 
 

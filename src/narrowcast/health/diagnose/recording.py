@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.health.diagnose.inputs import Call, Formats, Location
+from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.nested import tensors_in
 from narrowcast.precision.plan.module_plan import Role
 
@@ -266,7 +267,7 @@ class Recorder:
         flows: bool = True,
         summed: bool = False,
     ) -> None:
-        values = tensor.detach()
+        values = local_part(tensor)
         if values.is_sparse:
             values = values._values()
         if values.numel() == 0 or not values.is_floating_point():

@@ -113,6 +113,15 @@ class RankGroup:
         """Return the mean of a number over all ranks."""
         return self._gather(number.reshape(1)).mean()
 
+    def gathered(self, value: Any) -> list[Any]:
+        """Return a value of every rank, in the order of the ranks. Synchronises."""
+        values = [value]
+        for group in self._groups:
+            parts: list[Any] = [None] * group.size()
+            torch.distributed.all_gather_object(parts, values, group=group)
+            values = [each for part in parts for each in part]
+        return values
+
     def _gather(self, message: Tensor) -> Tensor:
         """Return the messages of all ranks, one per row, in the order of the ranks."""
         messages = message.unsqueeze(0)

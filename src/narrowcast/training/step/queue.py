@@ -20,7 +20,7 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord, StepRecord
 from narrowcast.training.observing import Observer
-from narrowcast.training.parallel import ALONE, RunRanks, is_sharded
+from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.setup import make_faults, make_profile
 from narrowcast.training.step.shares import agreed, read_numbers, summed
 from narrowcast.training.step.stepping import Stepper
@@ -74,8 +74,7 @@ class StepQueue:
         self.investigator = Investigator(
             prepared,
             self._stepper.compute_loss,
-            # The ranks of sharded weights would not replay the same passes, and wait forever.
-            diagnose=recipe.health.diagnose and not is_sharded(prepared.model),
+            diagnose=recipe.health.diagnose,
             faults=make_faults(prepared, recipe),
             backward=self._stepper.backward,
         )
