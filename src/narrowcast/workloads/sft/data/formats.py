@@ -1,7 +1,8 @@
 """Conversations from rows: known column formats and lists of messages."""
 
+import json
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from narrowcast.config.problems import shortened
@@ -33,6 +34,13 @@ class Turn(NamedTuple):
     """Context of a question, which some templates render separately."""
     learnt: bool = True
     """Whether this has a loss, if it is a response."""
+    extra: Mapping[str, Any] | None = None
+    """Other fields for chat templates, such as tool calls."""
+
+    @property
+    def calls(self) -> Sequence[Mapping[str, Any]]:
+        """Names and arguments of the functions that a response calls."""
+        return [each["function"] for each in (self.extra or {}).get("tool_calls", ())]
 
     @property
     def whole(self) -> str:
@@ -44,6 +52,8 @@ class Conversation(NamedTuple):
 
     turns: tuple[Turn, ...]
     location: str
+    tools: tuple[Any, ...] = ()
+    """JSON schemas of the functions that responses may call."""
 
     @property
     def is_text(self) -> bool:
@@ -71,15 +81,57 @@ def _turn(message: Any, position: str) -> Turn:
     if not isinstance(message, dict):
         raise ConfigError(f"{position} must be an object with a role and a content.")
     keys = ("role", "content") if "role" in message else ("from", "value")
-    if any(message.get(key) for key in CALLS):
-        raise ConfigError(f"{position} has a tool call, which is not supported. Remove such rows.")
     who, said = (message.get(key) for key in keys)
     if not isinstance(who, str) or who.lower() not in ROLES:
         raise ConfigError(
             f"{position} must have role system, user, assistant or tool, got "
             f"{shortened(repr(who))}."
         )
-    return Turn(ROLES[who.lower()], _message_text(said, position))
+    role, extra = ROLES[who.lower()], dict[str, Any]()
+    if any(message.get(key) for key in CALLS):
+        if role != "assistant":
+            raise ConfigError(f"{position} has a tool call, but only the assistant calls tools.")
+        extra["tool_calls"] = _tool_calls(message, position)
+    if role == "tool":
+        extra |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
+    return Turn(role, _message_text(said, position), extra=extra or None)
+
+
+def _tool_calls(message: Mapping[str, Any], position: str) -> list[dict[str, Any]]:
+    """Return the tool calls of a message in the form that chat templates expect."""
+    calls = message.get("tool_calls") or [{"function": message["function_call"]}]
+    result = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else call
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):  # as APIs return them; a template would quote them again
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = None
+        if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
+            raise ConfigError(
+                f"{position}: a tool call must be a function with a name and arguments as a JSON "
+                f"object, got {shortened(repr(call))}."
+            )
+        made = {"type": "function", "function": {**function, "arguments": arguments}}
+        result.append(made | ({"id": call["id"]} if call.get("id") else {}))
+    return result
+
+
+def parse_tools(row: Row) -> tuple[Any, ...]:
+    """Return the column `tools` of a row: a list of JSON schemas, or its text."""
+    tools = row.values.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            tools = 0
+    if tools is None:
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        raise ConfigError(f"{row.location}: tools must be a list of JSON schemas of functions.")
+    return tuple(tools)
 
 
 def _message_text(said: Any, location: str) -> str:
@@ -163,7 +215,8 @@ class Conversations:
                 self.format = self._first(row)
             elif self._choice == "auto" and not self._columns.are_set:
                 self._require_same(row, self.format)
-            yield Conversation(_turns(row, self.format), row.location)
+            tools = parse_tools(row) if self.format.messages else ()
+            yield Conversation(_turns(row, self.format), row.location, tools)
 
     def _first(self, row: Row) -> Format:
         if self._columns.are_set:

@@ -18,6 +18,7 @@ from narrowcast.workloads.sft.data.formats import (
     Conversation,
     Format,
     Turn,
+    parse_tools,
     parse_turns,
 )
 from narrowcast.workloads.sft.data.packing import IGNORED, MULTIPLE
@@ -109,10 +110,11 @@ def _pair(row: Row, form: Format) -> Pair:
                 f"{row.location}: {name} must answer the prompt with an assistant message, got "
                 f"{answer[0].role if answer else 'no message'}."
             )
+    tools = parse_tools(row)
     before = tuple(turn._replace(learnt=False) for turn in prompt)
     return Pair(
-        Conversation((*before, *chosen), f"{row.location}, {form.chosen}"),
-        Conversation((*before, *rejected), f"{row.location}, {form.rejected}"),
+        Conversation((*before, *chosen), f"{row.location}, {form.chosen}", tools),
+        Conversation((*before, *rejected), f"{row.location}, {form.rejected}", tools),
     )
 
 

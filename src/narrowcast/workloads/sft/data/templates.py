@@ -1,9 +1,11 @@
 """How conversations become text, and which of it has a loss.
 
-Chat templates do not mark responses, so text is rendered with and without each response.
+Some chat templates mark responses with `{% generation %}`. For others, text is rendered with and
+without each response.
 """
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -21,6 +23,8 @@ ALPACA = "Below is an instruction that describes a task"
 ALPACA_PAIRED = ", paired with an input that provides further context"
 ALPACA_REQUEST = ". Write a response that appropriately completes the request."
 END_OF_TURN = "<|im_end|>"
+MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
+"""What a template begins a response with, if it marks responses."""
 
 
 class Piece(NamedTuple):
@@ -38,12 +42,18 @@ def chat_pieces(
     If the end token is not eos, an eos token follows: generation may stop only there.
     """
     rendered = _Rendered(tokenizer, conversation)
+    if rendered.has_marks:
+        yield from _marked_pieces(rendered, conversation, str(tokenizer.eos_token))
+        return
     done, last, eos = 0, len(conversation.turns) - 1, str(tokenizer.eos_token)
     for number, turn in enumerate(conversation.turns):
         if turn.role == "assistant":
             start, after, stop = rendered.response(number)
             tail = rendered.full[after:stop]
             ends = [tail.index(each) + len(each) for each in specials if each in tail]
+            if turn.calls:  # which may contain special tokens; the last one ends it
+                ends = [max((tail.rindex(s) + len(s) for s in specials if s in tail), default=0)]
+                ends = [end for end in ends if end]
             if not ends and not rendered.is_stable(number):
                 raise rendered.unstable(number)
             stop = after + min(ends) if ends else stop
@@ -55,6 +65,18 @@ def chat_pieces(
     yield Piece(rendered.full[done:], False)
     if not rendered.full[:done].rstrip().endswith(eos):
         yield Piece(eos, True)
+
+
+def _marked_pieces(rendered: "_Rendered", conversation: Conversation, eos: str) -> Iterator[Piece]:
+    """Return the pieces of a template that marks its responses, as transformers locates them."""
+    done, first = 0, rendered.start_of_learnt(conversation)
+    for start, stop in rendered.marked():
+        yield Piece(rendered.full[done:start], False)
+        yield Piece(rendered.full[start:stop], start >= first)
+        done = stop
+    # As without marks, the end of the text is learnt if an eos token must follow it.
+    ends = rendered.full.rstrip().endswith(eos)
+    yield Piece(rendered.full[done:] + ("" if ends else eos), not ends)
 
 
 def chat_whole(conversation: Conversation, tokenizer: Any) -> Iterator[Piece]:
@@ -76,9 +98,42 @@ class _Rendered:
 
     def __init__(self, tokenizer: Any, conversation: Conversation) -> None:
         self._tokenizer, self._location = tokenizer, conversation.location
-        self._messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
+        self._messages = [
+            {"role": turn.role, "content": turn.whole, **(turn.extra or {})}
+            for turn in conversation.turns
+        ]
+        self._tools = list(conversation.tools) or None
         self.full = self._render(len(self._messages))
         self._check_nothing_is_left_out()
+        self._check_tools(conversation)
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template marks responses itself."""
+        return MARKS.search(self._tokenizer.get_chat_template(tools=self._tools)) is not None
+
+    def marked(self) -> list[tuple[int, int]]:
+        """Return start and end of each response that the template marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self._tokenizer.get_chat_template(tools=self._tools)
+        rendered: Any = render_jinja_template(
+            [self._messages],
+            tools=self._tools,
+            chat_template=_dated(template),
+            return_assistant_tokens_mask=True,
+            **self._tokenizer.special_tokens_map,
+        )
+        _, (spans,) = rendered
+        return [(int(start), int(stop)) for start, stop in spans]
+
+    def start_of_learnt(self, conversation: Conversation) -> int:
+        """Return where the turns with a loss begin; turns without one come before."""
+        count = next((n for n, turn in enumerate(conversation.turns) if turn.learnt), 0)
+        before = self._render(count) if count else ""
+        if not self.full.startswith(before):
+            raise self.unstable(count)
+        return len(before)
 
     def response(self, number: int) -> tuple[int, int, int]:
         """Return where a response starts, where its text ends, and where its turn ends."""
@@ -123,12 +178,24 @@ class _Rendered:
                     "remove the message from the row."
                 )
 
+    def _check_tools(self, conversation: Conversation) -> None:
+        """Raise if the template leaves out a tool, or the name of a function that is called."""
+        functions = [tool.get("function", tool) for tool in conversation.tools]
+        functions += [call for turn in conversation.turns for call in turn.calls]
+        for name in (str(function.get("name", "")) for function in functions):
+            if name not in self.full:
+                raise ConfigError(
+                    f"{self._location}: the tokenizer's chat template leaves the tool {name} out. "
+                    "Use a model whose template renders tools, or remove tools and tool calls."
+                )
+
     def _render(self, count: int, *, requested: bool = False) -> str:
         try:
-            template = self._tokenizer.get_chat_template()
+            template = self._tokenizer.get_chat_template(tools=self._tools)
             text = self._tokenizer.apply_chat_template(
                 self._messages[:count],
-                chat_template=TODAY + template if "strftime_now" in template else template,
+                tools=self._tools,
+                chat_template=_dated(template),
                 tokenize=False,
                 add_generation_prompt=requested,
             )
@@ -139,6 +206,11 @@ class _Rendered:
                 "data.template_format=chatml."
             ) from error
         return str(text)
+
+
+def _dated(template: str) -> str:
+    """Return a template that always writes the same date."""
+    return TODAY + template if "strftime_now" in template else template
 
 
 def _same(one: str, other: str) -> int:
@@ -174,6 +246,13 @@ class Template:
 
     def written(self, conversation: Conversation) -> Written:
         """Render a conversation; plain text has a loss on everything."""
+        if self.name != "chat" and (
+            conversation.tools or any(turn.extra for turn in conversation.turns)
+        ):
+            raise ConfigError(
+                f"{conversation.location}: tools need a chat template, got template_format="
+                f"{self.name}. Write data.template_format=chat, or remove such rows."
+            )
         if conversation.is_text:
             pieces = iter([Piece(conversation.turns[0].text + self.tokenizer.eos_token, True)])
         else:

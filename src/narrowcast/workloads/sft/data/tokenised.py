@@ -70,7 +70,7 @@ def _unanswered(conversation: Conversation) -> str:
     answers = [turn for turn in conversation.turns if turn.role == "assistant"]
     if not answers:
         return "there is no assistant message"
-    if not all(turn.text.strip() for turn in answers):
+    if not all(turn.text.strip() or turn.calls for turn in answers):
         return "the response is empty"
     return (
         ""

@@ -61,7 +61,7 @@ def make_question(conversation: Conversation, template: Template) -> Question:
             f"{conversation.location} must end with an answer to compare with. Give rows of "
             "questions with answers."
         )
-    requested = Conversation((*before, Turn("assistant", ANSWER)), conversation.location)
+    requested = conversation._replace(turns=(*before, Turn("assistant", ANSWER)))
     return Question(_tokens_before(requested, template), last.text, conversation.location)
 
 
