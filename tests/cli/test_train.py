@@ -19,6 +19,23 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+def test_a_profiled_run_ends_with_its_tables_and_the_rate_it_reached(narrowcast, tiny, tmp_path):
+    ended = narrowcast(
+        "train", tiny, "steps=6", "profile=true", "profile.first=2", "--out", tmp_path / "run"
+    )
+    assert (ended.code, ended.err) == (0, "")
+    after = ended.out.partition("profile ")[2].splitlines()
+    assert after[0].endswith("of host time per step, over 5 profiled steps")
+    assert any(line.startswith("aten::") for line in after)
+    assert any(line.startswith("blocks.") for line in after)
+    assert re.fullmatch(
+        r"achieved  .* GFLOP/s of model FLOPs in the median step; the peak rate of .* is not known",
+        after[-1],
+    )
+    plain = narrowcast("train", tiny, "steps=2", "--out", tmp_path / "plain")
+    assert "achieved" not in plain.out
+
+
 def test_a_run_leaves_everything_that_the_design_names(narrowcast, tiny, tmp_path):
     out = tmp_path / "run"
     ended = narrowcast("train", tiny, "steps=3", "--out", out)

@@ -23,6 +23,13 @@ def test_words_win_over_the_file_and_the_file_over_defaults(load):
     }
 
 
+def test_a_section_that_is_switched_on_has_its_usual_setting(load, refusal):
+    assert load("profile=true").recipe.profile.steps == 5
+    assert load(more="profile: true\n").recipe.profile.steps == 5
+    assert load("profile=false").recipe.profile.steps == 0
+    assert "Write profile.steps=maybe" in refusal("profile=maybe")
+
+
 def test_defaults_of_somebody_else_are_below_the_file_and_the_command_line(load):
     loaded = load("clip_norm=1.0", more="seed: 5\n")
     given = {"clip_norm": 2.0, "seed": 6, "precision.loss_scale.growth_interval": 7, "no.such": 1}

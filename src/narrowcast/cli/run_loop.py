@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from narrowcast.cli.view.profile_view import print_profile
 from narrowcast.cli.view.progress import RunDisplay
 from narrowcast.cli.view.screen import say, say_command
 from narrowcast.config import Recipe
@@ -83,7 +84,7 @@ def run_loop(run: Run, *, console: Console) -> None:
     later = get_phases(run.recipe.precision)[1:]
     policies = [policy_from(phase.policy or "default", run.plan.hardware) for phase in later]
     scaled = any(policy.needs_loss_scale for policy in [run.plan.policy, *policies])
-    display = RunDisplay(console, tally.resumed(), task=task, scaled=scaled)
+    display, rates = RunDisplay(console, tally.resumed(), task=task, scaled=scaled), list[float]()
     try:
         with display:
             for number, record in enumerate(run.records(tell=display.warn)):
@@ -91,10 +92,20 @@ def run_loop(run: Run, *, console: Console) -> None:
                     display.note(line)
                 stopping.note(record)
                 display.show(record)
+                if isinstance(record, StepRecord) and record.seconds > 0:
+                    rates.append(record.items / record.seconds)
     except DivergedError:
         _conclude(console, run, display, stopping, diverged=True)
         raise
     _conclude(console, run, display, stopping, diverged=False)
+    profiled = bool(run.recipe.profile.steps)
+    if profiled:
+        print_profile(console, run.folder.path)
+    if profiled or run.plan.hardware.device.startswith("cuda"):
+        from narrowcast.runner.achieved import achieved_line
+
+        if text := achieved_line(run.recipe, run.task, run.plan, rates):
+            say(console, "achieved", text)
 
 
 def _conclude(

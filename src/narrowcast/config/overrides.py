@@ -19,6 +19,8 @@ LENGTHS: tuple[KeyPath, ...] = (("steps",), ("epochs",))
 """Either says how long a run is."""
 BY_NAME: tuple[KeyPath, ...] = (("strategy",),)
 """Sections that may be given their name alone: `strategy: hybrid`."""
+SWITCHES: dict[KeyPath, tuple[str, object, object]] = {("profile",): ("steps", 5, 0)}
+"""Sections that may be switched on and off: which setting that is, and its two values."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,11 @@ class Overrides:
             for text in value.problems:
                 self.problems.add(f"{source.where(path)}: {text}")
             value = value.parsed
-        if path in BY_NAME and isinstance(value, str | _Raw):
+        switch = value.parsed if isinstance(value, _Raw) else value
+        if path in SWITCHES and isinstance(switch, bool):
+            name, on, off = SWITCHES[path]
+            self._add((*path, name), on if switch else off, source)
+        elif path in BY_NAME and isinstance(value, str | _Raw):
             self._add((*path, "name"), value, source)
         elif isinstance(value, dict):
             for key, item in value.items():

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from narrowcast.config.overrides import BY_NAME
+from narrowcast.config.overrides import BY_NAME, SWITCHES
 from narrowcast.config.sections import CommonSettings, Sections
 from narrowcast.config.tree import literal_values
 
@@ -39,6 +39,9 @@ def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
         names = literal_values(section.model_fields["name"].annotation)
         alone = {"type": "string", "enum": list(names)}
         properties[name] = {**node, "anyOf": [*node["anyOf"], alone]}
+    for (name,) in SWITCHES:
+        node = properties[name]
+        properties[name] = {**node, "anyOf": [*node["anyOf"], {"type": "boolean"}]}
     # How long a run is must be said, in one way or the other.
     required = [name for name in common["required"] if name != "steps"]
     return {

@@ -94,7 +94,10 @@ class ProfileSection(Section):
     """Which steps are looked at closely: a trace of them, and a table of their operations."""
 
     steps: int = Field(
-        default=0, ge=0, le=10_000, description="number of steps to profile; 0: none"
+        default=0,
+        ge=0,
+        le=10_000,
+        description="number of steps to profile; 0: none; profile=true profiles 5",
     )
     first: Steps = Field(default=10, description="first profiled step")
 

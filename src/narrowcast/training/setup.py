@@ -19,6 +19,7 @@ from narrowcast.config.common_sections import (
 from narrowcast.config.sections import Recipe
 from narrowcast.config.strategy import StrategySection
 from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.hardware.catalog import find_data_sheet
 from narrowcast.hardware.profile import StepProfile
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.gradients.loss_scale import LossScale
@@ -195,9 +196,7 @@ def make_faults(prepared: Prepared, recipe: Recipe) -> Faults | None:
     return Faults(prepared.model, requested, seed=recipe.seed) if requested else None
 
 
-def make_profile(
-    recipe: Recipe, *, device: torch.device, folder: Path | None
-) -> StepProfile | None:
+def make_profile(recipe: Recipe, prepared: Prepared, *, folder: Path | None) -> StepProfile | None:
     """Return the profiler for the recipe's `profile.steps`, or None."""
     if not recipe.profile.steps:
         return None
@@ -207,11 +206,16 @@ def make_profile(
             f"profile.steps={recipe.profile.steps} without one. Pass out=, or write "
             "profile.steps=0."
         )
+    device = next(prepared.model.parameters()).device
+    # Compiled code would be compiled again with hooks, and a replayed graph calls no module.
+    called = prepared.plan.execution == "eager" or (device.type == "cpu" and not recipe.compile)
     return StepProfile(
         first=recipe.profile.first,
         steps=recipe.profile.steps,
         device=device,
         folder=folder,
+        model=prepared.model if called else None,
+        gpu=find_data_sheet(prepared.plan.hardware),
     )
 
 

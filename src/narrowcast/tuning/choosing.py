@@ -343,9 +343,11 @@ class Chooser:
     def _notes(self) -> tuple[str, ...]:
         name = self._rates.hardware.name
         if not self._timed:
+            emulated = self._rates.hardware.support("bf16").how != "native"
+            why = "formats are emulated" if emulated else "no rates are known"
             return (
-                f"No time can be gained here: formats are emulated on {name}, which is slower "
-                "than fp32. Write hardware=h200 or another GPU to tune for it.",
+                f"No time can be gained here: {why} on {name}. Write hardware=h200 or another GPU "
+                "to tune for it.",
             )
         if not self._rates.scalings() and self._rates.hardware.support("e4m3").how == "native":
             return (

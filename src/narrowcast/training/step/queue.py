@@ -65,9 +65,7 @@ class StepQueue:
             every=recipe.health.every,
             seed=recipe.seed,
             own=own,
-            profile=make_profile(recipe, device=self._device, folder=folder)
-            if ranks.is_main
-            else None,
+            profile=make_profile(recipe, prepared, folder=folder) if ranks.is_main else None,
         )
         """Reads the tensors of some steps."""
         self._stepper = Stepper(prepared, task, recipe, ranks=ranks)
