@@ -378,3 +378,10 @@ def calendar(dates: Dates, step: Step) -> tuple[tuple[str, ...], npt.NDArray[np.
     }
     used = {name: values for name, (values, changes) in columns.items() if changes}
     return tuple(used), (np.stack(list(used.values()), 1) - 0.5).astype(np.float32)
+
+
+def shown_date(date: Any) -> str:
+    """Return a date as a message shows it."""
+    if not isinstance(date, np.datetime64):
+        return str(date)
+    return str(date.astype("datetime64[s]")).replace("T", " ").removesuffix(" 00:00:00")

@@ -20,6 +20,7 @@ from narrowcast.workloads.forecast.data.dates import (
     infer_step,
     looks_like_date,
     parse_dates,
+    shown_date,
 )
 from narrowcast.workloads.forecast.data.sources import Column, Source, check_columns, open_source
 
@@ -251,8 +252,9 @@ def _read_ahead(source: Any, table: SeriesTable, wanted: Dates) -> Column:
             first = int((~there).argmax())
             raise ConfigError(
                 f"{ahead.label}{'' if wide else f', series {name!r}'} has no row for "
-                f"{_shown(wanted[index][first])}, the last is {_shown(dates[-1])}. The columns "
-                f"{', '.join(layout.future)} must be known until {_shown(wanted[index][-1])}."
+                f"{shown_date(wanted[index][first])}, the last is {shown_date(dates[-1])}. "
+                f"The columns {', '.join(layout.future)} must be known until "
+                f"{shown_date(wanted[index][-1])}."
             )
         order = rows.order[part][places]
         for column, column_name in enumerate(layout.future):
@@ -408,10 +410,11 @@ def _sorted_rows(table: Source, columns: dict[str, Column], roles: _Roles, layou
         )
         if dates.dtype.kind == "M" and np.count_nonzero(same) <= len(dates) // 1000:
             hint += " Where clocks are put back an hour occurs twice: write times in UTC."
+        earlier = table.row_label(int(order[row])).removeprefix(f"{table.label}, ")
         raise ConfigError(
-            f"{rows.row_label(int(sorted_codes[row]), row + 1)} has the date {_shown(dates[row])} "
-            f"of {table.row_label(int(order[row])).removeprefix(table.label + ', ')}, "
-            f"such rows in all: {np.count_nonzero(same):,}. {hint}"
+            f"{rows.row_label(int(sorted_codes[row]), row + 1)} has the date "
+            f"{shown_date(dates[row])} of {earlier}, such rows in all: "
+            f"{np.count_nonzero(same):,}. {hint}"
         )
     return rows
 
@@ -440,10 +443,10 @@ def _regular_places(rows: _Rows, step: Step) -> tuple[Column, list[int]]:
         steps = step.index(dates)
         if (steps < 0).any():
             row = int((steps < 0).argmax())
-            before = f" after {_shown(dates[row - 1])}" if row else ""
+            before = f" after {shown_date(dates[row - 1])}" if row else ""
             raise ConfigError(
                 f"{rows.row_label(index, part.start + row)}: rows must be {step} apart as most "
-                f"are, got {_shown(dates[row])}{before}. Resample the series, or name another "
+                f"are, got {shown_date(dates[row])}{before}. Resample the series, or name another "
                 "frequency with step."
             )
         gaps = np.diff(steps)
@@ -451,16 +454,16 @@ def _regular_places(rows: _Rows, step: Step) -> tuple[Column, list[int]]:
             row = int((gaps == 0).argmax()) + 1
             raise ConfigError(
                 f"{rows.row_label(index, part.start + row)}: rows must be {step} apart, got "
-                f"{_shown(dates[row])} after {_shown(dates[row - 1])}. Resample the series, or "
-                "name a shorter step."
+                f"{shown_date(dates[row])} after {shown_date(dates[row - 1])}. Resample "
+                "the series, or name a shorter step."
             )
         length = int(steps[-1]) + 1
         if length > MOST_FILLED * (len(dates) + 50):
             row = int(gaps.argmax()) + 1
             raise ConfigError(
                 f"{rows.row_label(index, part.start + row)}: the series must have most of its "
-                f"rows, got {_shown(dates[row])} after {_shown(dates[row - 1])}, which leaves out "
-                f"{int(gaps.max()) - 1:,} steps of {step}. Correct the date."
+                f"rows, got {shown_date(dates[row])} after {shown_date(dates[row - 1])}, which "
+                f"leaves out {int(gaps.max()) - 1:,} steps of {step}. Correct the date."
             )
         places[part] = steps + offsets[-1]
         offsets.append(offsets[-1] + length)
@@ -524,9 +527,9 @@ def _missing_value(
         index = int(np.searchsorted(offsets, first, side="right")) - 1
         row = int(np.searchsorted(places, first)) - 1
         return ConfigError(
-            f"{rows.row_label(index, row)}: the row after {_shown(rows.dates[row])} is missing, "
-            f"got {_shown(rows.dates[row + 1])} (missing rows in all: {int(absent.sum()):,}). "
-            f"{advice}, or add the rows."
+            f"{rows.row_label(index, row)}: the row after {shown_date(rows.dates[row])} is "
+            f"missing, got {shown_date(rows.dates[row + 1])} (missing rows in all: "
+            f"{int(absent.sum()):,}). {advice}, or add the rows."
         )
     place, column = (int(each[0]) for each in np.nonzero(missing))
     index = int(np.searchsorted(offsets, place, side="right")) - 1
@@ -581,10 +584,3 @@ def _constant(
         ]
         most = shortened(", ".join(dict.fromkeys(which)), 100)
         yield f"series that never change, so that their MASE is undefined: {len(which):,} ({most})"
-
-
-def _shown(date: Any) -> str:
-    """Return a date as a message shows it."""
-    if not isinstance(date, np.datetime64):
-        return str(date)
-    return str(date.astype("datetime64[s]")).replace("T", " ").removesuffix(" 00:00:00")
