@@ -28,6 +28,7 @@ from narrowcast.workloads.forecast.data.table import (
     read_table,
 )
 from narrowcast.workloads.forecast.frames import make_frame, same_kind
+from narrowcast.workloads.forecast.intervals import conformal_radius
 from narrowcast.workloads.forecast.saved import (
     WEIGHTS,
     Predictor,
@@ -289,7 +290,7 @@ class Forecaster:
         residuals = predictor.trained.residuals
         if residuals is None or not len(residuals):
             raise ConfigError("Intervals need validation windows. Fit with validation_share=0.1.")
-        reach = conformal_reach(residuals, level)
+        reach = conformal_radius(residuals, [level])[0]
         return point - reach, point + reach
 
     def _from_origin(self, predictor: Predictor, series: SeriesTable, back: int) -> dict[str, Any]:
@@ -324,15 +325,6 @@ class Forecaster:
 
     def _package_for(self, table: Any) -> str:
         return self._like if table is None else same_kind(table)
-
-
-def conformal_reach(residuals: Tensor, level: float) -> Tensor:
-    """Return half the width of intervals (channels, horizon) from errors on held-out windows."""
-    errors = residuals.abs().double().nan_to_num(torch.inf)
-    count = len(errors)
-    # The rank that covers a new error with this probability, if errors are exchangeable.
-    rank = min(int(np.ceil((count + 1) * level)), count)
-    return errors.kthvalue(rank, dim=0).values
 
 
 def _flat(values: Tensor) -> Any:

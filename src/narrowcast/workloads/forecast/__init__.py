@@ -9,5 +9,6 @@ WORKLOAD = Workload(
     about="time series: NLinear, DLinear, N-HiTS, PatchTST, iTransformer and LSTM",
     sections="narrowcast.workloads.forecast.settings:SECTIONS",
     task="narrowcast.workloads.forecast.task:build_task",
+    report="narrowcast.workloads.forecast.report:sections",
     recipes=Path(__file__).parent / "recipes",
 )

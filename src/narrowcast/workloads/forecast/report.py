@@ -22,10 +22,11 @@ from narrowcast.runs.report_drawing import (
 )
 from narrowcast.workloads.forecast.results import FILE, Drawn, ForecastResults, read
 
-WIDE, TALL = 960.0, 300.0
-"""Width and height of a chart along time."""
+WIDE, TALL, MOST, LEAST = 760.0, 280.0, 1000.0, 500.0
+"""Width and height of a chart along time, and the pixels that it may take."""
 HALF = 560.0
 """Width of a chart that has another at its side."""
+MOST_TICKS = 8
 MOST_ROWS = 20
 """Series in the table, the best and the worst."""
 ACTUAL, FORECAST, BASELINE = INK, "var(--series)", "var(--evaluated)"
@@ -74,9 +75,10 @@ def _accuracy(results: ForecastResults) -> str:
     rows = []
     for each in results.methods:
         values = (each.mae, each.mse, each.rmse, each.smape, each.mase)
+        texts = ["" if value is None else f"{value:,.3f}" for value in values]
         weight = ' style="font-weight:600"' if each is results.model else ""
-        cells = "".join(f'<td class="number">{_number(value)}</td>' for value in values)
-        rows.append(f'<tr{weight}><th scope="row">{escape(each.name)}</th>{cells}</tr>')
+        cells = "".join(f'<td class="number">{text}</td>' for text in texts)
+        rows.append(f"<tr{weight}>{_row_head(each.name)}{cells}</tr>")
     note = (
         f"{results.windows:,} {results.part} windows of {results.horizon:,} rows "
         f"({escape(results.step)} each) after {results.lookback:,} rows. MAE, MSE and RMSE are of "
@@ -99,7 +101,7 @@ def _forecasts(results: ForecastResults) -> str:
     for each in results.drawn:
         mase = "" if each.mase is None else f", MASE {each.mase:.3g}"
         title = f"{each.kind.capitalize()}: {each.name}{mase}"
-        parts.append(f"<h3>{escape(title)}</h3>{_window(each)}")
+        parts.append(f"<h3>{escape(title)}</h3>{_window(each, results.season)}")
     named = [(ACTUAL, "actual"), (FORECAST, "forecast"), (BASELINE, results.best_baseline)]
     bands = [
         (f"color-mix(in srgb,{FORECAST} {100 * share:.0f}%,transparent)", f"{level:.0%} interval")
@@ -112,7 +114,7 @@ def _forecasts(results: ForecastResults) -> str:
     return "".join(parts) + legend([*named, *bands]) + _noted(note)
 
 
-def _window(drawn: Drawn) -> str:
+def _window(drawn: Drawn, season: int) -> str:
     """Draw what came before, the forecast with its intervals, and what happened."""
     before, ahead = len(drawn.before) * drawn.stride, len(drawn.forecast) * drawn.stride
     x = Scale(-before, max(ahead - drawn.stride, 1), 64, WIDE - 12)
@@ -120,24 +122,39 @@ def _window(drawn: Drawn) -> str:
     known = [value for each in curves for value in each if value is not None]
     margin = (max(known) - min(known)) / 20
     y = Scale(min(known) - margin, max(known) + margin, TALL - 48, 20)
-    marks = axes(x, y, x_label="rows from the start of the forecast", y_label="")
+    marks = []
+    for value, label in y.ticks():
+        marks.append(line(x.start, y(value), x.end, y(value)))
+        marks.append(text_mark(x.start - 8, y(value) + 4, label, anchor="end"))
+    # Ticks a season apart show how much of the course is seasonal.
+    distance = season * -(-(before + ahead) // (season * MOST_TICKS)) if season > 1 else 0
+    ticks = (
+        [float(row) for row in range(-(before // distance) * distance, ahead, distance)]
+        if distance
+        else [value for value, _ in x.ticks()]
+    )
+    for value in ticks:
+        marks.append(line(x(value), y.start, x(value), y.end))
+        marks.append(text_mark(x(value), y.start + 18, f"{value:,.0f}", anchor="middle"))
+    label = "rows from the start of the forecast"
+    marks.append(text_mark(x.end, y.start + 36, label, anchor="end"))
     marks.append(line(x(0), y.start, x(0), y.end, stroke=LINE, more="stroke-dasharray:4 4"))
-    marks.append(text_mark(x(0) + 6, y.end + 12, drawn.start))
+    marks.append(text_mark(x(0) + 6, y.end - 4, f"{drawn.start} to {drawn.end}"))
     for lower, upper, share in zip(
         drawn.lower[::-1], drawn.upper[::-1], OPACITY[::-1][-len(drawn.lower) :], strict=False
     ):
         marks.append(
             _band(_points(lower, x, y, drawn.stride), _points(upper, x, y, drawn.stride), share)
         )
-    marks += _curve(drawn.before, x, y, drawn.stride, ACTUAL, start=-before)
     marks += _curve(drawn.baseline, x, y, drawn.stride, BASELINE, wide=1.2)
-    marks += _curve(drawn.actual, x, y, drawn.stride, ACTUAL)
+    known_values = [*drawn.before, *drawn.actual]
+    marks += _curve(known_values, x, y, drawn.stride, ACTUAL, start=-before)
     marks += _curve(drawn.forecast, x, y, drawn.stride, FORECAST)
     alt = (
         f"Forecast of {drawn.name} from {drawn.start} to {drawn.end} with the actual values and "
         "the values before."
     )
-    return drawing(marks, width=WIDE, height=TALL, alt=alt, most=WIDE * 1.25, least=WIDE * 0.6)
+    return drawing(marks, width=WIDE, height=TALL, alt=alt, most=MOST, least=LEAST)
 
 
 def _steps(results: ForecastResults) -> str:
@@ -145,7 +162,7 @@ def _steps(results: ForecastResults) -> str:
     if results.horizon < 2:
         return ""
     curves = [(each.name, each.by_step) for each in results.methods]
-    html = _by_step(results, curves, y_label="mean absolute error, scaled")
+    html = _by_step(results, curves, y_label="mean absolute error, scaled", width=WIDE)
     return html + _noted("Mean absolute error of each row of the forecast, over all windows.")
 
 
@@ -213,7 +230,7 @@ def _series(results: ForecastResults) -> str:
     for each in listed:
         beats = each.mae is not None and each.baseline is not None and each.mae < each.baseline
         rows.append(
-            f'<tr><th scope="row">{escape(_short(each.name))}</th>'
+            f"<tr>{_row_head(_short(each.name))}"
             f'<td class="number">{_number(each.mae)}</td>'
             f'<td class="number">{_number(each.baseline)}</td>'
             f'<td class="number">{_number(each.mase)}</td><td>{"yes" if beats else "no"}</td></tr>'
@@ -231,6 +248,7 @@ def _by_step(
     *,
     y_label: str,
     percent: bool = False,
+    width: float = HALF,
 ) -> str:
     """Draw curves over the steps of the horizon."""
     known = [value for _, values in curves for value in values if value is not None]
@@ -239,10 +257,11 @@ def _by_step(
     # An exploding baseline would flatten all others.
     high = 1.0 if percent else min(max(known), 3 * sorted(known)[len(known) // 2] or max(known))
     low = min(0.0, *known)
-    width = HALF
     x = Scale(1, max(results.steps), 56, width - 12)
     y = Scale(low, high if high > low else low + 1, TALL - 48, 24)
     marks = axes(x, y, x_label="step", y_label=y_label)
+    if low < 0:
+        marks.append(line(x.start, y(0), x.end, y(0), stroke=LINE))
     shades = {name: _shade(place) for place, (name, _) in enumerate(curves)}
     for name, values in curves[::-1]:
         points = [
@@ -256,9 +275,9 @@ def _by_step(
         for name, values in curves
         if values and values[0] is not None and values[-1] is not None
     )
-    chart = drawing(
-        marks, width=width, height=TALL, alt=f"{y_label} by step: {ends}.", most=width * 1.2
-    )
+    alt = f"{y_label} by step: {ends}."
+    most, least = (MOST, LEAST) if width == WIDE else (width * 1.2, 0)
+    chart = drawing(marks, width=width, height=TALL, alt=alt, most=most, least=least)
     return chart + (legend((shades[name], name) for name, _ in curves) if len(curves) > 1 else "")
 
 
@@ -315,6 +334,10 @@ def _table(heads: Sequence[str], rows: Iterable[str]) -> str:
         f'<div class="scroll"><table class="narrow"><thead><tr>{cells}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _row_head(name: str) -> str:
+    return f'<th scope="row" style="white-space:nowrap">{escape(name)}</th>'
 
 
 def _number(value: float | None) -> str:

@@ -305,7 +305,9 @@ def summarise(
         bias_by_step=tuple(_digits(bias[step]) for step in steps),
         drawn=tuple(
             context.draw(kind, unit, listed[unit], names[best], radii, coverage)
-            for kind, unit in _examples(order)
+            for kind, unit in _examples(
+                [unit for unit in order if listed[unit].mase is not None] or order
+            )
         ),
     )
 
@@ -435,7 +437,7 @@ class _Context:
         predicted = self.predict(start[None], _QUANTILE_PAIRS)
         lookback = predicted.x.shape[-1]
         centre, spread = (float(each[series, channel]) for each in (self.centre, self.spread))
-        shown = min(lookback, 2 * self.horizon)
+        shown = min(lookback, max(self.horizon, 2 * self.season))
         stride = -(-max(shown, self.horizon) // MOST_POINTS)
 
         def values(scaled: Tensor) -> Numbers:

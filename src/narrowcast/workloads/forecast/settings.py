@@ -62,6 +62,13 @@ class ForecastData(DataSection):
     fill: Literal["raise", "forward", "interpolate", "zero"] = Field(
         default="raise", description="what to do with missing values"
     )
+    date_format: Text = Field(
+        default="", description="format of dates for strptime, such as %d/%m/%Y; empty: detected"
+    )
+    delimiter: Annotated[str, Field(max_length=1)] = Field(
+        default="", description="what separates columns of a CSV file; empty: detected"
+    )
+    decimal: Literal[".", ","] = Field(default=".", description="decimal sign of a CSV file")
     split: Literal["time", "ltsf"] = Field(
         default="time",
         description="time: the last shares of every series are validation and test data; ltsf: "

@@ -19,11 +19,13 @@ from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.checkpoints.data_identity import fingerprint
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import EvalBatches, Task
-from narrowcast.workloads.forecast.data.split import Split, ltsf_split, split
+from narrowcast.workloads.forecast import results
+from narrowcast.workloads.forecast.data.split import Ranges, Split, ltsf_split, split
 from narrowcast.workloads.forecast.data.table import Layout, SeriesTable, read_table
 from narrowcast.workloads.forecast.heads import Head, make_head
 from narrowcast.workloads.forecast.made import made_table
 from narrowcast.workloads.forecast.models.network import ForecastNetwork, make_network
+from narrowcast.workloads.forecast.report import verdict
 from narrowcast.workloads.forecast.saved import Trained, get_shape, last_rows
 from narrowcast.workloads.forecast.scaling import Scaling, on_device
 from narrowcast.workloads.forecast.settings import (
@@ -81,6 +83,9 @@ def get_layout(data: ForecastData) -> Layout:
         calendar=data.calendar,
         fill=data.fill,
         step=data.step or None,
+        date_format=data.date_format or None,
+        delimiter=data.delimiter or None,
+        decimal=data.decimal,
     )
 
 
@@ -109,11 +114,15 @@ class Forecast:
     train: Starts
     validation: Starts
     test: Starts
+    train_rows: Ranges
+    """Training rows of each series."""
     left_out: tuple[str, ...]
     """Series that are too short."""
     device: torch.device
     test_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the test windows, once the run has ended."""
+    comparison: list[str] = field(default_factory=list)
+    """How the model compares with the best baseline, once the run has ended."""
 
     def task(self) -> Task:
         """Return the task for the trainer."""
@@ -212,8 +221,11 @@ class Forecast:
         model = prepared.model
         with torch.no_grad(), in_eval_mode(model), prepared.autocast():
             residuals = self.residuals(model)
+            measured = self.summarised(model, residuals)
             if len(self.test):
                 self.test_metrics.update(self.measure(model, self.test))
+        self.comparison[:] = [verdict(measured)]
+        results.write(folder, measured)
         data = self.recipe.section(ForecastData)
         Trained(
             data=data,
@@ -223,6 +235,34 @@ class Forecast:
             scaling=self.scaling,
             residuals=residuals,
         ).write(folder)
+
+    def summarised(self, model: nn.Module, residuals: Tensor) -> results.ForecastResults:
+        """Return the errors of the test windows, or without these of the validation windows."""
+
+        def predict(starts: Tensor, pairs: Sequence[tuple[float, float]]) -> results.Predicted:
+            window = self.windows(starts)
+            numbers = self.numbers(model, window)
+            return results.Predicted(
+                x=window.x,
+                y=window.y,
+                observed=window.observed,
+                point=self.head.point(numbers),
+                quantiles=tuple(self.head.quantiles(numbers, pair) for pair in pairs),
+            )
+
+        tested = len(self.test) > 0
+        return results.summarise(
+            predict,
+            (self.test if tested else self.validation).rows,
+            table=self.table,
+            centre=self.scaling.centre,
+            spread=self.scaling.spread,
+            train=self.train_rows,
+            # The windows that intervals come from cannot say how good they are.
+            residuals=residuals if tested else None,
+            part="test" if tested else "validation",
+            batch_size=self.recipe.batch_size,
+        )
 
     def residuals(self, model: nn.Module) -> Tensor:
         """Return scaled errors on validation windows, NaN where nothing was observed."""
@@ -238,11 +278,11 @@ class Forecast:
         return torch.cat(parts)
 
     def summary(self) -> Sequence[str]:
-        """Return the test metrics as a line."""
+        """Return the test metrics as a line, and the comparison with the baselines."""
         if not self.test_metrics:
-            return ()
+            return self.comparison
         values = (f"{m.name} {m.written(self.test_metrics[m.name])}" for m in self.metrics())
-        return (f"test {', '.join(values)}, scaled by the training rows",)
+        return [f"test {', '.join(values)}, scaled by the training rows", *self.comparison]
 
 
 def _mean(losses: Tensor, observed: Tensor | None) -> Tensor:
@@ -284,6 +324,7 @@ def build_forecast(recipe: Recipe, *, device: torch.device) -> Forecast:
         train=cut(parts.train, stride=data.stride),
         validation=cut(parts.validation),
         test=cut(parts.test),
+        train_rows=parts.train,
         left_out=parts.notes,
         device=device,
     )

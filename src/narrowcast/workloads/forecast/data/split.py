@@ -1,13 +1,10 @@
-"""Rows to train, validate and test on, in order of time, and the scale of the training rows."""
+"""Rows to train, validate and test on, in order of time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias, final
-
-import torch
-from torch import Tensor
 
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.forecast.data.table import SeriesTable
@@ -101,25 +98,6 @@ def ltsf_split(table: SeriesTable) -> Split:
         validation=((train, train + validation),),
         test=((train + validation, train + validation + test),),
     )
-
-
-def standardisation(table: SeriesTable, train: Ranges) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of training rows, each (series, channels) in float32.
-
-    As scikit-learn's StandardScaler: the deviation is that of the population, in float64, and 1 for
-    a constant series.
-    """
-    shape = (table.series, len(table.channels))
-    means, deviations = torch.zeros(shape), torch.ones(shape)
-    for index, (start, end) in enumerate(train):
-        if end > start:
-            rows = table.values[start:end].double()
-            deviation = rows.std(0, correction=0)
-            # A constant column has the rounding error of its mean as deviation.
-            floor = 10 * torch.finfo(torch.float64).eps * rows.mean(0).abs()
-            means[index] = rows.mean(0).float()
-            deviations[index] = torch.where(deviation > floor, deviation, 1.0).float()
-    return means, deviations
 
 
 def _rows(share: float, length: int, name: str) -> int:
