@@ -119,3 +119,12 @@ def test_lightning_trains_in_fp8_and_resumes(run_example):
     assert (applied, tried) == ("59", "60")
     assert float(accuracy) > 0.9
     assert "bit for bit: True" in output
+
+
+def test_a_table_is_forecast_with_intervals(run_example):
+    pytest.importorskip("pandas")
+    output = run_example("forecast.py")
+    assert re.search(r"^ *load 2024-03-01 00:00:00 +\d\d\.\d +\d\d\.\d +\d\d\.\d$", output, re.M)
+    # The noise of the two series has mean absolute values of 0.8 and 1.6.
+    errors = [float(value) for value in re.findall(r"mean absolute error (\S+) over 3", output)]
+    assert errors == pytest.approx([0.8, 1.6], rel=0.4)
