@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from narrowcast.cli.entry import run_command
-from narrowcast.errors import ConfigError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.runs import EvalRecord, RunFolder, StepRecord
 from narrowcast.training.evaluation import evaluate
 from narrowcast.workloads import load_recipe
+from narrowcast.workloads.forecast import report, results
 from narrowcast.workloads.forecast.settings import FRAME
 from narrowcast.workloads.forecast.task import build_forecast, build_task
 
@@ -139,3 +140,25 @@ def test_horizon_and_lookback_need_no_section_on_the_command_line(tmp_path):
     (tmp_path / "a.yaml").write_text(json.dumps({"workload": "forecast", "horizon": 7}))
     with pytest.raises(ConfigError, match=r"Did you mean data\.horizon"):
         load_recipe(tmp_path / "a.yaml")
+
+
+def test_calendar_of_a_model_that_reads_none_raises(tmp_path):
+    write_wide(tmp_path / "a.csv")
+    words = [f"data.path={tmp_path / 'a.csv'}", "data.calendar=true", *SMALL]
+    with pytest.raises(UnsupportedError, match=r"nlinear reads no calendar.*model.name=nhits"):
+        build(words)
+
+
+def test_the_report_of_a_run_compares_it_with_the_baselines(tmp_path, capsys):
+    write_wide(tmp_path / "a.csv")
+    words = ["train", "forecast/nlinear", f"data.path={tmp_path / 'a.csv'}", "data.target=[a,b]"]
+    assert run_command([*words, *SMALL, "epochs=1", "--out", str(tmp_path / "run")]) == 0
+    measured = results.read(tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert report.verdict(measured) in said
+    assert f"mse {measured.model.mse:.4f}, mae {measured.model.mae:.4f}" in said
+    assert measured.windows == 600 - 480 - 12 + 1
+    assert [each.level for each in measured.coverage] == [0.8, 0.95]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert report.verdict(measured) in page
+    assert all(title in page for title in report.DRAWN)

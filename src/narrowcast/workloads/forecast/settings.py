@@ -253,6 +253,12 @@ class ForecastModel(Section):
                     f"{','.join(getattr(data, kind))}. Leave data.{kind} out, or write "
                     f"model.name={' or '.join(takers)}."
                 )
+        if data.calendar and "future" not in _EXOGENOUS[self.name]:
+            takers = [name for name, kinds in _EXOGENOUS.items() if "future" in kinds]
+            raise UnsupportedError(
+                f"{self.name} reads no calendar, got data.calendar=true. Leave data.calendar out, "
+                f"or write model.name={' or '.join(takers)}."
+            )
 
 
 class Objective(Section):

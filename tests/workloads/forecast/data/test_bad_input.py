@@ -48,6 +48,9 @@ CASES = {
         wide({3: f"{HOURS[3]},1.5;2"}).replace(",", ";").replace("1.5", "1,5"), {},
         "line 5: column 'a' must have numbers, got '1,5'.*decimal=','",
     ),
+    "decimal points instead of commas": (
+        wide({3: f"{HOURS[3]},1.5,2"}), {"decimal": ","}, "line 5: .*got '1.5'. Write decimal='.'"
+    ),
     "not numeric": (wide({3: f"{HOURS[3]},three,2"}), {}, "line 5: column 'a' must have numbers"),
     "thousands with underscores": (wide({3: f"{HOURS[3]},1_0,2"}), {}, "line 5: .*got '1_0'"),
     "infinite": (wide({3: f"{HOURS[3]},inf,2"}), {}, "line 5: column 'a' must be finite"),

@@ -81,7 +81,7 @@ class Source:
         """Return cells as numbers, one by one; raise for the first that is none."""
         values = np.empty(len(cells))
         for row, cell in enumerate(cells):
-            value = number_or_none(cell)
+            value = self.number(cell)
             if value is None:
                 raise ConfigError(
                     f"{self.row_label(start + row)}: column {name!r} must have numbers, got "
@@ -89,6 +89,10 @@ class Source:
                 )
             values[row] = value
         return self.check_finite(name, values, start)
+
+    def number(self, cell: Any) -> float | None:
+        """Return a cell as a number, NaN if it is missing, None if it is neither."""
+        return number_or_none(cell)
 
     def _number_hint(self, cell: str) -> str:
         return "Correct the value, or name the columns to forecast with target."
@@ -174,15 +178,20 @@ class CsvSource(Source):
             try:
                 return self.check_finite(name, np.fromiter(map(float, cells), float), start)
             except ValueError:
-                if not all(number_or_none(cell) is not None for cell in cells):
-                    return self._converted(name, cells, start)
-        if self.decimal != ".":
-            cells = [cell.replace(".", "?").replace(self.decimal, ".") for cell in cells]
+                pass  # one by one: some may be missing
         return self._converted(name, cells, start)
+
+    def number(self, cell: Any) -> float | None:
+        """Return a cell as a number, NaN if it is missing, None if it is neither."""
+        if self.decimal == ".":
+            return number_or_none(cell)
+        return None if "." in cell else number_or_none(cell.replace(",", "."))
 
     def _number_hint(self, cell: str) -> str:
         if "," in cell and self.decimal == "." and cell.replace(",", "", 1).strip("+- ").isdigit():
             return "Write decimal=',' if the file has decimal commas."
+        if self.decimal == "," and "." in cell:
+            return "Write decimal='.' if the file has decimal points."
         return super()._number_hint(cell)
 
     def _chunks(self) -> Iterator[tuple[list[int], list[str]]]:

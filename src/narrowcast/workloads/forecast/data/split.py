@@ -62,8 +62,8 @@ def split(
         )
         if problem and short == "raise":
             raise ConfigError(
-                f"{table.series_label(index)} has {length:,} rows, {problem}. Give a longer "
-                "series, or write a smaller lookback or horizon."
+                f"{table.series_label(index)} has {length:,} rows, {problem}. Write a "
+                "smaller lookback or horizon, or short=drop to leave such series out."
             )
         if problem:
             dropped.append(table.names[index])
