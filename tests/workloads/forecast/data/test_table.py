@@ -99,6 +99,17 @@ def test_polars_frame_is_the_csv(frame):
     polars = pytest.importorskip("polars")
     columns = {name: frame[name].to_numpy() for name in frame}
     assert same(read_table(polars.DataFrame(columns)), frame)
+    zoned = polars.DataFrame(columns).with_columns(
+        polars.col("date").dt.replace_time_zone("Europe/Berlin")
+    )
+    utc = frame.assign(date=frame["date"] - pandas.Timedelta("1h"))
+    assert same(read_table(zoned), utc)
+    days = zoned.with_columns(
+        polars.datetime_range(polars.datetime(2024, 3, 1), polars.datetime(2024, 6, 8), "1d")
+        .dt.replace_time_zone("Europe/Berlin")
+        .alias("date")
+    )
+    assert read_table(days).step == "1D"
     with pytest.raises(ConfigError, match=r"Write frame.collect\(\)"):
         read_table(polars.LazyFrame(columns))
 
@@ -118,6 +129,15 @@ def test_times_with_zones_become_utc(tmp_path, frame):
     file = tmp_path / "zoned.csv"
     zoned.to_csv(file, index=False)
     assert same(read_table(file), utc)
+
+
+def test_midnights_of_a_zone_are_dates(tmp_path):
+    dates = pandas.date_range("2024-03-20", periods=30, freq="D")  # with a change of clocks
+    frame = pandas.DataFrame({"date": dates, "a": 1.0 * np.arange(30), "b": 0.0})
+    zoned = frame.assign(date=dates.tz_localize("Europe/Berlin"))
+    assert same(read_table(zoned), frame)
+    zoned.to_csv(tmp_path / "zoned.csv", index=False)
+    assert same(read_table(tmp_path / "zoned.csv"), frame)
 
 
 def test_long_table_has_series_in_order_of_the_file():

@@ -45,7 +45,9 @@ def looks_like_date(value: Any) -> bool:
 def parse_dates(
     cells: Dates, row_label: Callable[[int], str], *, name: str, date_format: str | None = None
 ) -> Dates:
-    """Return a column of dates as datetime64[ns] in UTC or without a zone, or numbers as int64.
+    """Return a column of dates as datetime64[ns], or numbers as int64.
+
+    Times with a zone become UTC. Where all are midnight, they are taken as dates.
 
     Raises:
         ConfigError: a date is missing or has another format or zone than the others.
@@ -156,6 +158,8 @@ def _parse(texts: Sequence[str], row_label: Callable[[int], str], name: str) -> 
     fraction = np.array([int((each["fraction"] or "").ljust(9, "0")) for each in parts])
     nanoseconds = (hours * 3600 + numbers("minute") * 60 + numbers("second")) * 10**9 + fraction
     offsets = np.array([_zone_seconds(each["zone"]) for each in parts], dtype=np.int64)
+    if not nanoseconds.any():
+        offsets = np.zeros_like(offsets)  # in UTC, days of a zone would not be 24 hours apart
     shifts = (nanoseconds - offsets * 10**9).astype("timedelta64[ns]")
     return np.asarray(dates + shifts)
 

@@ -427,9 +427,12 @@ def _from_frame(frame: Any) -> Source:
 
 
 def _pandas(column: Any) -> Column:
+    """Return a pandas column; dates with a zone become UTC unless all are midnight."""
     kind = str(column.dtype)
     if kind.startswith("datetime64[") and "," in kind:
-        column = column.dt.tz_convert("UTC").dt.tz_localize(None)
+        local = column.dt.tz_localize(None)
+        dates_only = bool((local == local.dt.normalize())[local.notna()].all())
+        column = local if dates_only else column.dt.tz_convert("UTC").dt.tz_localize(None)
     elif kind.startswith("period"):
         column = column.dt.to_timestamp()
     elif kind.startswith(("Int", "UInt", "Float", "boolean")):
@@ -438,9 +441,13 @@ def _pandas(column: Any) -> Column:
 
 
 def _polars(column: Any) -> Column:
+    """Return a polars column; dates with a zone become UTC unless all are midnight."""
     kind = str(column.dtype)
     if kind.startswith("Datetime") and "time_zone" in kind and "time_zone=None" not in kind:
-        column = column.dt.convert_time_zone("UTC").dt.replace_time_zone(None)
+        local = column.dt.replace_time_zone(None)
+        dates_only = bool((local == local.dt.truncate("1d")).all())
+        utc = column.dt.convert_time_zone("UTC").dt.replace_time_zone(None)
+        column = local if dates_only else utc
     elif kind.startswith(("Categorical", "Enum")):
         column = column.cast(str)
     return np.asarray(column.to_numpy())
