@@ -186,6 +186,26 @@ def test_missing_rows_and_values_are_filled_as_pandas_does(frame, fill):
     assert table.notes == (f"missing values filled ({fill}): 9, in columns a, b",)
 
 
+@pytest.mark.parametrize("freq", ["90s", "6h", "2D", "W-WED", "B", "MS", "ME", "QE", "YS"])
+def test_shuffled_series_with_gaps_are_reindexed_as_pandas_does(tmp_path, freq):
+    rng, expected, parts = np.random.default_rng(0), {}, []
+    for name in ("c", "a", "b"):
+        start = pandas.Timestamp("2001-01-03") + pandas.Timedelta(days=int(rng.integers(3000)))
+        index = pandas.date_range(start, periods=int(rng.integers(12, 60)), freq=freq, name="ds")
+        values = pandas.Series(rng.normal(size=len(index)), index=index, name="y")
+        holes = values.drop(rng.choice(index[1:-1], size=3, replace=False))
+        parts.append(holes.reset_index().assign(unique_id=name))
+        expected[name] = holes.reindex(index).interpolate()
+    file = tmp_path / "long.csv"
+    pandas.concat(parts).sample(frac=1, random_state=0).to_csv(file, index=False)
+    table = read_table(file, Layout(fill="interpolate"))
+    for index, name in enumerate(table.names):
+        rows = slice(*table.offsets[index : index + 2])
+        assert (table.dates[rows] == expected[name].index.to_numpy()).all()
+        np.testing.assert_allclose(table.values[rows, 0], expected[name], rtol=1e-6, atol=1e-7)
+    assert (~table.observed).sum() == 9
+
+
 @pytest.mark.parametrize(
     ("freq", "step"),
     [("7min", "7min"), ("h", "1h"), ("D", "1D"), ("W", "1W"), ("MS", "1MS"), ("ME", "1ME"),
