@@ -304,7 +304,7 @@ def summarise(
         residual_counts=tuple(int(each) for each in sums.histogram.cpu().tolist()),
         bias_by_step=tuple(_digits(bias[step]) for step in steps),
         drawn=tuple(
-            context.draw(kind, unit, listed[unit], names[best], radii, coverage)
+            context.draw(kind, unit, listed[unit], names[best], radii)
             for kind, unit in _examples(
                 [unit for unit in order if listed[unit].mase is not None] or order
             )
@@ -429,7 +429,6 @@ class _Context:
         errors: SeriesErrors,
         baseline: str,
         radii: Tensor | None,
-        coverage: Sequence[Coverage],
     ) -> Drawn:
         """Return the last window of a series."""
         series, channel = divmod(unit, self.channels)
