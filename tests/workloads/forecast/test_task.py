@@ -1,4 +1,5 @@
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -162,3 +163,15 @@ def test_the_report_of_a_run_compares_it_with_the_baselines(tmp_path, capsys):
     page = (tmp_path / "run" / "report.html").read_text()
     assert report.verdict(measured) in page
     assert all(title in page for title in report.DRAWN)
+
+
+def test_a_table_inside_an_archive_is_trained_on(tmp_path):
+    write_wide(tmp_path / "a.csv")
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(tmp_path / "a.csv", "2024/a.csv")
+        archive.writestr("2024/b.csv", "date,b\n")
+    words = [f"data.path={tmp_path / 'all.zip'}/2024/a.csv", *SMALL]
+    assert build(words).table.channels == ("a", "b", "promotion")
+    (tmp_path / "all.zip").unlink()
+    with pytest.raises(ConfigError, match=r"all.zip/2024/a.csv cannot be read: No such file"):
+        build(words)

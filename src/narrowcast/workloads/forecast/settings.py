@@ -101,7 +101,10 @@ class ForecastData(DataSection):
 
     @property
     def required_files(self) -> Mapping[str, tuple[str, ...]]:
-        return {"path": () if self.path in (MADE, FRAME) else (self.path,)}
+        if self.path in (MADE, FRAME):
+            return {}
+        archive, inside, _ = self.path.partition(".zip/")
+        return {"path": (f"{archive}.zip" if inside else self.path,)}
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yield shares that leave nothing to train on, and columns that made series lack."""

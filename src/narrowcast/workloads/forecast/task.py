@@ -66,7 +66,9 @@ def load_table(recipe: Recipe) -> SeriesTable:
             )
         return table
     path = expand_path(data.path)
-    status = path.stat() if path.exists() else None
+    archive, inside, _ = str(path).partition(".zip/")
+    file = Path(f"{archive}.zip") if inside else path
+    status = file.stat() if file.exists() else None
     version = None if status is None else (status.st_mtime_ns, status.st_size)
     return _read(path, get_layout(data), version)
 
