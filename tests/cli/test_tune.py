@@ -34,7 +34,7 @@ def test_a_cpu_says_that_no_time_can_be_gained(narrowcast, tiny):
 def test_the_budget_may_follow_as_separate_terms(narrowcast, tiny):
     ended = narrowcast("tune", tiny, "--budget", "loss=1%", "memory=1KiB", "--batches", "1")
     assert ended.code == 2
-    assert "need at least" in ended.err
+    assert "a step needs at least" in ended.err
     assert "Write memory=" in ended.err
 
 

@@ -12,6 +12,7 @@ from narrowcast.config.yaml_text import parse
 from narrowcast.errors import ConfigError
 from narrowcast.tuning.budget import Budget
 from narrowcast.tuning.check import CheckRuns, CheckSettings, check_choice
+from narrowcast.tuning.options import Rates
 
 
 def tuned(model, batches, gpu, budget, **overrides):
@@ -102,12 +103,18 @@ def test_a_budget_of_time_takes_the_least_loss_in_that_time(network, batches, gp
     assert faster.predicted.lost > result.predicted.lost
 
 
-def test_a_budget_of_memory_is_kept(network, batches, gpu):
-    free = tuned(network, batches, gpu, "loss=50%")
+def test_a_budget_of_memory_is_that_of_the_dry_run(network, batches, gpu):
+    """The dry run is the judge: `nc.plan` with a batch predicts the same bytes."""
+    free = tuned(network, batches, gpu, "loss=0.2%, memory=10GiB")
     most = free.predicted.bytes - 1
-    result = tuned(network, batches, gpu, f"loss=50%, memory={most}B")
-    assert result.predicted.bytes <= most
-    with pytest.raises(ConfigError, match=r"at least .* GiB\. Write memory="):
+    result = tuned(network, batches, gpu, f"loss=0.2%, memory={most}B")
+    assert result.policy != free.policy
+    plan = nc.plan(
+        network, result.policy, hardware=gpu, gemm_rows=64, execution="graphed",
+        batch=batches[2], loss_fn=loss_fn,
+    )  # fmt: skip
+    assert result.predicted.bytes == plan.memory.predicted.needed <= most
+    with pytest.raises(ConfigError, match=r"needs at least .* GiB\. Write memory="):
         tuned(network, batches, gpu, "loss=50%, memory=1KiB")
 
 
@@ -153,7 +160,8 @@ def test_the_check_run_withdraws_a_choice_that_has_less_time_to_train(network, b
     slow = replace(
         result, predicted=replace(result.predicted, seconds=20 * result.predicted.seconds)
     )
-    settings = CheckSettings(steps=40, seed=0, clip_norm=None, native=False)
+    rates = Rates(hardware=gpu, rows=64, execution="graphed")
+    settings = CheckSettings(steps=40, seed=0, clip_norm=None, rates=rates)
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
     stream = itertools.cycle(batches)
     runs = CheckRuns(

@@ -1,5 +1,6 @@
 """`nc.tune_recipe`: tune the policy of a recipe on its own data and optimizer."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from narrowcast.config import LoadedRecipe
 from narrowcast.errors import ConfigError
 from narrowcast.runner.assemble import check_settings
-from narrowcast.training.data import BatchStream, batch_order, make_batches
+from narrowcast.training.data import batch_order, make_batches
 from narrowcast.training.optimizers import build_optimizer, get_groups
 from narrowcast.training.phase_plans import recipe_execution
 from narrowcast.training.task import Task
@@ -18,6 +19,9 @@ from narrowcast.tuning.measuring import Progress
 from narrowcast.tuning.result import TuneResult
 from narrowcast.tuning.tune import tune
 from narrowcast.workloads import build_task, load_recipe
+
+MEASURED_ROWS = 4096
+"""Rows of the batches that measure updates, at most: in emulated formats large ones take long."""
 
 
 def tune_recipe(
@@ -59,14 +63,24 @@ def tune_recipe(
     optimizer = build_optimizer(
         settings.optimizer, task.model, device=device, groups=get_groups(task)
     )
-    order = batch_order(len(task.train_data), settings)
-    with make_batches(task, settings, order, start=0, device=device) as stream:
+    small = max(settings.batch_size * MEASURED_ROWS // task.gemm_rows, 1)
+    fewer = settings.model_copy(update={"batch_size": min(small, settings.batch_size)})
+    samples = len(task.train_data)
+    with (
+        make_batches(task, fewer, batch_order(samples, fewer), start=0, device=device) as measured,
+        make_batches(
+            task, settings, batch_order(samples, settings), start=0, device=device
+        ) as stream,
+    ):
         title = f"narrowcast tune {settings.name}"
         if hardware is not None:
             title += f" hardware={hardware}"
         result = tune(
             task.model,
-            _prepared_batches(task, stream),
+            itertools.chain(
+                _as_steps(task, itertools.islice(measured, measure_batches)),
+                _as_steps(task, stream),
+            ),
             task.loss,
             budget=limits,
             optimizer=optimizer,
@@ -82,6 +96,6 @@ def tune_recipe(
     return result.titled(f"{title} --budget {str(limits).replace(', ', ',')}")
 
 
-def _prepared_batches(task: Task, stream: BatchStream) -> Iterator[Any]:
-    for batch in stream:
+def _as_steps(task: Task, batches: Iterable[Any]) -> Iterator[Any]:
+    for batch in batches:
         yield task.as_one_step([batch])[0]

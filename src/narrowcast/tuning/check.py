@@ -4,8 +4,6 @@ On the GPU that is tuned for, time is measured. Elsewhere formats are emulated, 
 step is that of the products of the linear layers as predicted.
 """
 
-import copy
-import inspect
 import itertools
 import math
 import time
@@ -19,17 +17,19 @@ from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError, DivergedError
 from narrowcast.hardware.randomness import preserve_rng, seed_everything
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.plan.policy import PRESETS, Policy, short_text
 from narrowcast.precision.step.prepared import Prepared, prepare
-from narrowcast.training.task import LossParts
+from narrowcast.tuning.optimizers import fresh_optimizer
+from narrowcast.tuning.options import Rates
 from narrowcast.tuning.result import Candidate, Check, CheckedRun, TuneResult, Verdict
-from narrowcast.tuning.updates import LossFunction
+from narrowcast.tuning.updates import LossFunction, total_loss
 
 HELD_OUT = 4
 """Batches that the loss is taken of."""
 WARMUP = 0.1
 """Share of the steps over which the learning rate rises."""
-TIMED_AFTER = 3
+TIMED_AFTER = 6
 """Steps before time is measured, which compile and allocate."""
 PREDICTED = "predicted for the products of linear layers; formats are emulated here"
 LONGEST = 4
@@ -43,8 +43,12 @@ class CheckSettings:
     steps: int
     seed: int
     clip_norm: float | None
-    native: bool
-    """Whether the model is on the hardware that is tuned for."""
+    rates: Rates
+
+    @property
+    def native(self) -> bool:
+        """Whether the model is on the hardware that is tuned for."""
+        return self.rates.is_here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,7 @@ class CheckRuns:
     ) -> None:
         self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
         self.settings, self._tell = settings, tell
-        needed = settings.steps * LONGEST + HELD_OUT
+        needed = settings.steps * 2 + HELD_OUT
         taken = list(itertools.islice(batches, needed))
         if len(taken) < HELD_OUT + 1:
             raise ConfigError(
@@ -82,21 +86,26 @@ class CheckRuns:
                 f"updates, got {len(taken)}. Pass more batches, or check_steps=0."
             )
         self._held_out, self._train = taken[:HELD_OUT], taken[HELD_OUT:]
-        self.repeats = len(self._train) < settings.steps
-        """Whether batches are used several times."""
 
     def losses(self, policy: Policy, *, at: Sequence[int]) -> _Losses:
         """Train under a policy for the largest of some numbers of steps; return the losses."""
         device = next(self._model.parameters()).device
         with preserve_rng(device), _restored(self._model):
             optimizer = fresh_optimizer(self._model, self._optimizer)
+            native, rates = self.settings.native, self.settings.rates
+            plan = make_plan(
+                self._model,
+                policy,
+                emulate=None if native else True,
+                gemm_rows=rates.rows,
+                execution=rates.execution if native else "eager",
+            )
             run = prepare(
                 self._model,
                 optimizer,
-                policy=policy,
+                policy=plan,
                 clip_norm=self.settings.clip_norm,
                 scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, self._warmup),
-                emulate=None if self.settings.native else True,
                 lost_updates_every=0,
             )
             try:
@@ -108,29 +117,42 @@ class CheckRuns:
     def _trained(self, run: Prepared, at: Sequence[int], policy: Policy) -> _Losses:
         device, results = next(self._model.parameters()).device, dict[int, list[float]]()
         seed_everything(self.settings.seed)
-        began, seconds, counted = 0.0, 0.0, 0
+        began, seconds, counted, untimed = 0.0, 0.0, 0, min(TIMED_AFTER, at[0] // 2)
+        take = self._step(run)
         for step, batch in enumerate(itertools.cycle(self._train), start=1):
             self._tell(f"check run: {short_text(policy)[:40]}, step {step} of {at[-1]}")
-            if step == TIMED_AFTER + 1:
+            if step == untimed + 1:
                 _wait(device)
                 began = time.perf_counter()
             try:
-                with run.autocast():
-                    loss = _total(self._loss_fn(self._model, batch))
-                run.step(loss)
+                take(batch)
             except DivergedError:
                 results |= {n: [math.inf] * HELD_OUT for n in at if n >= step}
                 break
             if step in at:
                 _wait(device)
-                if step > TIMED_AFTER:
-                    seconds, counted = seconds + time.perf_counter() - began, step - TIMED_AFTER
+                if step > untimed:
+                    seconds, counted = seconds + time.perf_counter() - began, step - untimed
                 results[step] = self._evaluated(run)
                 _wait(device)
                 began = time.perf_counter()
             if step == at[-1]:
                 break
         return _Losses(after=results, step_seconds=seconds / counted if counted else 0.0)
+
+    def _step(self, run: Prepared) -> Callable[[Any], Any]:
+        """Return what takes a step: a CUDA graph if the model will run as one."""
+
+        def loss(batch: Any) -> Tensor:
+            return total_loss(self._loss_fn(self._model, batch))
+
+        def eager(batch: Any) -> None:
+            with run.autocast():
+                value = loss(batch)
+            run.step(value)
+
+        graphed = self.settings.native and self.settings.rates.execution == "graphed"
+        return run.graphed(loss) if graphed else eager
 
     @torch.no_grad()
     def _evaluated(self, run: Prepared) -> list[float]:
@@ -141,7 +163,7 @@ class CheckRuns:
             for number, batch in enumerate(self._held_out):
                 seed_everything(number)
                 with run.autocast():
-                    losses.append(float(_total(self._loss_fn(self._model, batch))))
+                    losses.append(float(total_loss(self._loss_fn(self._model, batch))))
         return losses
 
     def _warmup(self, updates: int) -> float:
@@ -163,7 +185,7 @@ def check_choice(result: TuneResult, runs: CheckRuns) -> Check:
         if native:
             own = runs.losses(result.policy, at=[steps]).step_seconds
             its = other.step_seconds
-        more = min(max(round(steps * its / own), 1), steps * LONGEST)
+        more = min(max(round(steps * its / max(own, 1e-9)), 1), steps * LONGEST)
     chosen = wide if text == "fp32" else runs.losses(result.policy, at=[steps, more or steps])
     rows.append(
         CheckedRun(
@@ -220,31 +242,6 @@ def _difference(losses: Sequence[float], others: Sequence[float]) -> _Difference
     return _Difference(mean, (square / len(pairs)) ** 0.5)
 
 
-def fresh_optimizer(
-    model: nn.Module, example: torch.optim.Optimizer | None
-) -> torch.optim.Optimizer:
-    """Return a new optimizer with the settings and state of another one."""
-    if example is None:
-        weights = [weight for weight in model.parameters() if weight.requires_grad]
-        return torch.optim.AdamW(weights, lr=1e-3)
-    groups = [
-        {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-        | {"params": list(group["params"])}
-        for group in example.param_groups
-    ]
-    settings = {
-        key: value for key, value in example.defaults.items() if key in _arguments(type(example))
-    }
-    fresh = type(example)(groups, **settings)
-    if example.state:
-        fresh.load_state_dict(copy.deepcopy(example.state_dict()))
-    return fresh
-
-
-def _arguments(kind: type[torch.optim.Optimizer]) -> set[str]:
-    return set(inspect.signature(kind.__init__).parameters)
-
-
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
     """Put weights and buffers back after the block."""
@@ -253,10 +250,6 @@ def _restored(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.load_state_dict(before)
-
-
-def _total(loss: Tensor | LossParts) -> Tensor:
-    return loss.total if isinstance(loss, LossParts) else loss
 
 
 def _wait(device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, final
 
@@ -27,7 +27,7 @@ from narrowcast.tuning.updates import UpdateError, UpdateMeter
 
 NO_GAIN = 0.99
 """Above this share of a preset's time a policy gains too little to replace the preset."""
-ROUNDS = 4
+ROUNDS = 10
 """Searches at most. Each assumes the loss that the last policy really had."""
 SPLIT = "params=bf16, master=split"
 MOST_POINTS = 200
@@ -48,46 +48,69 @@ class Chooser:
         rates: Rates,
         lost_outside: float,
         lost_by_storage: float | None,
+        peak: Callable[[Policy], int] | None,
     ) -> None:
-        """`lost_by_storage` is what 16-bit weights lose; None leaves the weights in fp32."""
+        """`lost_by_storage` is what 16-bit weights lose; None leaves the weights in fp32.
+
+        `peak` predicts the memory of a step under a policy; without it, weights, optimizer state
+        and the saved inputs of linear layers count.
+        """
         self._model, self._groups, self._meter = model, groups, meter
         self._budget, self._rates, self._outside = budget, rates, lost_outside
         self._storage = {"fp32": 0.0}
         if lost_by_storage is not None:
             self._storage["bf16"] = lost_by_storage
+        self._peak, self._excess = peak, 0
+        sizes = [[cost.bytes for cost in each.costs] for each in groups]
+        self._bytes_span = sum(max(some) - min(some) for some in sizes)
         self._weights = {params: self._weights_bytes(params) for params in self._storage}
         self._timed = bool(rates.source)
 
     def choose(self, updates: UpdateMeter, *, tell: Progress) -> TuneResult:
         """Search until the chosen policy is within the budget when it is measured as a whole."""
-        limit, factor = self._budget.loss, 1.0
+        limit, factor, least = self._budget.loss, 1.0, 0
         for _ in range(ROUNDS):
             tell("searching")
             chosen = self._search(factor)
             tell(f"measuring {short_text(chosen.policy)[:60]}")
             measured = updates.error(chosen.policy)
-            if limit is None or measured.lost <= limit:
-                return self._result(chosen, measured)
-            # Each search is stricter than the last one, also where a whole loses less than it is.
-            factor *= 1.05 * max(measured.lost / max(chosen.point.loss, 1e-12), 1.0)
-        needed = math.ceil(measured.lost * 1e5) / 1e3
+            if limit is not None and measured.lost > limit:
+                # Stricter than the last time, also where a whole loses less than its parts.
+                factor *= 1.05 * max(measured.lost / max(chosen.point.loss, 1e-12), 1.0)
+                continue
+            needed = 0
+            if self._peak is not None and self._budget.memory is not None:
+                tell("predicting the memory of a step")
+                needed = self._peak(chosen.policy)
+                if needed > self._budget.memory:
+                    # The bytes of options are estimates: what is saved per group comes close.
+                    self._excess += max(needed - self._budget.memory, self._bytes_span // 8)
+                    least = min(needed, least or needed)
+                    continue
+            result = self._result(chosen, measured)
+            if not needed or result.policy != chosen.policy:
+                return result
+            return replace(result, predicted=replace(result.predicted, bytes=needed))
+        if limit is None or measured.lost <= limit:
+            raise ConfigError(self._impossible(least, math.inf))
+        lost_percent = math.ceil(measured.lost * 1e5) / 1e3
         raise ConfigError(
             f"No policy keeps the budget {self._budget}: the best one loses "
-            f"{percent(measured.lost)}. Write loss={needed:g}%."
+            f"{percent(measured.lost)}. Write loss={lost_percent:g}%."
         )
 
     def _search(self, factor: float) -> "_Chosen":
         """Return the best policy if everything loses `factor` times what was measured."""
         most_loss = math.inf if self._budget.loss is None else self._budget.loss / factor
         most_seconds = self._most_seconds()
-        least_bytes = math.inf
+        least_bytes: float = math.inf
         # Without times 16 bits gain nothing.
         for outside, params in itertools.product((True, False)[not self._timed :], self._storage):
             fixed = (self._outside if outside else 0.0) + self._storage[params]
             costs = [self._costs(each, params) for each in self._groups]
             most_bytes = math.inf
             if self._budget.memory is not None:
-                most_bytes = self._budget.memory - self._weights[params]
+                most_bytes = self._budget.memory - self._weights[params] - self._excess
                 least = sum(min(cost.bytes for cost in row) for row in costs)
                 least_bytes = min(least_bytes, least + self._weights[params])
             front = [
@@ -131,7 +154,16 @@ class Chooser:
         return option_bytes(group, option, rows=self._rates.rows, params=params)
 
     def _weights_bytes(self, params: str) -> int:
-        """Return the bytes of weights, gradients, master weights and moments."""
+        """Return the bytes that the options of groups are added to.
+
+        With a prediction, they are those with which all groups in 16 bits have that peak.
+        """
+        if self._peak is not None:
+            sixteen = self._meter.sixteen
+            text = sixteen.name if params == "fp32" else f"{sixteen.name}, {SPLIT}"
+            return self._peak(policy_from(text)) - sum(
+                self._bytes(each.group, sixteen, params) for each in self._groups
+            )
         text = "fp32" if params == "fp32" else f"fp32, {SPLIT}"
         plan = make_plan(self._model, text, hardware=self._rates.hardware, fuse="none")
         return sum(plan.bytes.values())
@@ -142,9 +174,9 @@ class Chooser:
         if budget.memory is not None and least_bytes > budget.memory:
             gib = math.ceil(least_bytes / 2**30 * 100) / 100
             return (
-                f"No policy fits the budget {budget}: weights, optimizer state and saved inputs "
-                f"of linear layers need at least {gib:.2f} GiB. Write memory={gib:.2f}GiB, use a "
-                "smaller batch, or set memory.activation_checkpointing=blocks."
+                f"No policy fits the budget {budget}: a step needs at least {gib:.2f} GiB. Write "
+                f"memory={gib:.2f}GiB, use a smaller batch, or set "
+                "memory.activation_checkpointing=blocks."
             )
         if most_seconds < math.inf:
             return (
@@ -152,7 +184,8 @@ class Chooser:
                 f"longer than {milliseconds(most_seconds)} in all formats within the other "
                 "limits. Allow more time or more loss."
             )
-        return f"No policy fits the budget {budget}. Allow more loss."
+        more = "more loss" if budget.memory is None else "more loss or more memory"
+        return f"No policy fits the budget {budget}. Allow {more}."
 
     def _policy(self, point: FrontPoint, *, params: str, outside: bool) -> Policy:
         """Return the policy of a point: the base that needs the fewest exceptions, and those."""

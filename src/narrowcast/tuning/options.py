@@ -8,6 +8,7 @@ import torch
 from narrowcast.hardware import Hardware
 from narrowcast.hardware.catalog import find_data_sheet
 from narrowcast.precision.fp8.measure import policy_layer_seconds
+from narrowcast.precision.plan.gains import Execution
 from narrowcast.precision.plan.policy import FP8_FORMATS, PRESETS, PRODUCTS, Policy
 from narrowcast.tuning.groups import LayerGroup, LinearLayer
 
@@ -69,7 +70,7 @@ class Rates:
     hardware: Hardware
     rows: int
     """Rows that a layer multiplies at once."""
-    execution: str
+    execution: Execution
     measured: dict[tuple[tuple[str, ...], int, int], float] = field(default_factory=dict)
     """Seconds by formats and shape, measured on this machine while tuning."""
 

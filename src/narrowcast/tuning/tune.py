@@ -3,7 +3,7 @@
 import itertools
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +13,18 @@ from torch import nn
 from narrowcast.errors import ConfigError
 from narrowcast.hardware import Hardware, detect_hardware
 from narrowcast.hardware.catalog import named_hardware
+from narrowcast.precision.estimate.dry_run import estimate_step, without_values
 from narrowcast.precision.plan.gains import Execution
-from narrowcast.precision.plan.plan import ASSUMED_ROWS
+from narrowcast.precision.plan.plan import ASSUMED_ROWS, make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.tuning.budget import Budget
 from narrowcast.tuning.check import CheckRuns, CheckSettings, check_choice
 from narrowcast.tuning.choosing import Chooser
 from narrowcast.tuning.measuring import GroupMeter, Progress
+from narrowcast.tuning.optimizers import fresh_optimizer
 from narrowcast.tuning.options import Rates
 from narrowcast.tuning.result import TuneResult
-from narrowcast.tuning.updates import LossFunction, UpdateMeter
+from narrowcast.tuning.updates import LossFunction, UpdateMeter, total_loss
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +91,12 @@ def tune(
     if not first:
         raise ConfigError("batches must have at least one batch, got none.")
     rates = Rates(hardware=target, rows=gemm_rows, execution=execution)
+    peak = None
+    if limits.memory is not None:
+        # Measured batches may be smaller than those of a step.
+        batch = next(source, first[0])
+        source = itertools.chain([batch], source)
+        peak = _peak_predictor(model, batch, loss_fn, rates=rates, optimizer=optimizer)
     tell("measuring the update in fp32")
     updates = UpdateMeter(model, first, loss_fn, optimizer=optimizer, seed=seed)
     try:
@@ -105,19 +113,50 @@ def tune(
             rates=rates,
             lost_outside=outside,
             lost_by_storage=storage,
+            peak=peak,
         )
         result = chooser.choose(updates, tell=tell)
     finally:
         updates.close()
     if not check_steps or not result.time_source:
         return result
-    settings = CheckSettings(
-        steps=check_steps, seed=seed, clip_norm=clip_norm, native=rates.is_here
-    )
+    settings = CheckSettings(steps=check_steps, seed=seed, clip_norm=clip_norm, rates=rates)
     runs = CheckRuns(model, source, loss_fn, optimizer=optimizer, settings=settings, tell=tell)
     check = check_choice(result, runs)
     result = replace(result, check=check)
     return chooser.with_preset(result, check.instead) if check.instead else result
+
+
+def _peak_predictor(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    *,
+    rates: Rates,
+    optimizer: torch.optim.Optimizer | None,
+) -> Callable[[Policy], int]:
+    """Return a function that predicts the memory of a step under a policy, by a dry run."""
+    shapes = without_values(model)
+    names = {id(weight): name for name, weight in model.named_parameters()}
+
+    def peak(policy: Policy) -> int:
+        plan = make_plan(
+            shapes,
+            policy,
+            hardware=rates.hardware,
+            gemm_rows=rates.rows,
+            execution=rates.execution,
+        )
+        estimate = estimate_step(
+            shapes,
+            plan,
+            batch=batch,
+            loss=lambda made, each: total_loss(loss_fn(made, each)),
+            optimizer=lambda made: fresh_optimizer(made, optimizer, names=names),
+        )
+        return estimate.memory.needed
+
+    return peak
 
 
 def _hardware(requested: str | Hardware | None, model: nn.Module) -> Hardware:

@@ -14,20 +14,16 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.errors import ConfigError
 from narrowcast.hardware import detect_hardware
 from narrowcast.hardware.randomness import preserve_rng, seed_everything
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.step.prepared import prepare
 from narrowcast.training.task import LossParts
+from narrowcast.tuning.optimizers import is_adaptive, learning_rates, preconditioner
 
 LossFunction = Callable[[nn.Module, Any], Tensor | LossParts]
-
-ADAPTIVE = ("adam", "adamw", "nadam", "radam", "adamax", "rmsprop", "adagrad", "adafactor")
-"""Optimizers that divide by the root of a second moment, by the name of their class."""
-PRIOR_BATCHES = 4
-"""Batches that the estimate by rows and columns counts for."""
 
 SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 """Loss scales that are tried for fp16, the usual first one first."""
@@ -80,7 +76,7 @@ class UpdateMeter:
         self._hardware = detect_hardware(str(self._device))
         self._buffers = [buffer.clone() for buffer in model.buffers()]
         adaptive = is_adaptive(optimizer)
-        rates = _learning_rates(optimizer)
+        rates = learning_rates(optimizer)
         # Its optimizer never steps: gradients are what is measured.
         self._run = prepare(
             model,
@@ -91,7 +87,7 @@ class UpdateMeter:
         try:
             reference, squares = self._reference()
             self._factors = [
-                _factor(square, len(batches), optimizer, weight, adaptive=adaptive)
+                preconditioner(square, len(batches), optimizer, weight, adaptive=adaptive)
                 * rates.get(id(weight), 1.0)
                 for weight, square in zip(self._weights, squares, strict=True)
             ]
@@ -194,8 +190,7 @@ class UpdateMeter:
                 seed_everything(self._seed + number)
                 with self._run.autocast():
                     loss = self._loss_fn(self._model, self._batches[number])
-                whole = loss.total if isinstance(loss, LossParts) else loss
-                self._run.backward(whole / count)
+                self._run.backward(total_loss(loss) / count)
         self._run.unscale()
         gradients = [
             torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
@@ -214,64 +209,6 @@ class UpdateMeter:
                     buffer.copy_(before)
 
 
-def is_adaptive(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer divides by second moments; raise for one that is unknown."""
-    if optimizer is None:
-        return True
-    name = type(optimizer).__name__.lower()
-    if name in ADAPTIVE:
-        return True
-    if isinstance(optimizer, torch.optim.SGD):
-        return False
-    raise UnsupportedError(
-        f"tune knows the updates of Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad, "
-        f"Adafactor and SGD, got {type(optimizer).__name__}. Leave optimizer out to measure the "
-        "updates of AdamW."
-    )
-
-
-def _learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[int, float]:
-    """Return the learning rate of each weight over the largest of them."""
-    if optimizer is None:
-        return {}
-    groups = [(float(group["lr"]), group["params"]) for group in optimizer.param_groups]
-    largest = max((rate for rate, _ in groups), default=0.0)
-    if largest <= 0:
-        return {}
-    return {id(weight): rate / largest for rate, weights in groups for weight in weights}
-
-
-def _factor(
-    square: Tensor,
-    batches: int,
-    optimizer: torch.optim.Optimizer | None,
-    weight: Tensor,
-    *,
-    adaptive: bool,
-) -> Tensor:
-    """Return what the optimizer multiplies a gradient by, but for the learning rate."""
-    if not adaptive:
-        return torch.ones_like(square)
-    state = {} if optimizer is None else optimizer.state.get(weight, {})
-    second, step = state.get("exp_avg_sq"), state.get("step")
-    group = next(
-        (g for g in optimizer.param_groups if any(p is weight for p in g["params"])), {}
-    ) if optimizer is not None else {}  # fmt: skip
-    eps = group.get("eps", 1e-8)
-    eps = eps[0] if isinstance(eps, tuple) else eps
-    if isinstance(second, Tensor) and second.shape == square.shape and step is not None:
-        decay = group.get("betas", (0.9, 0.999))[1]
-        square = second.float() / (1 - decay ** float(step))
-    else:
-        square = (square * batches + _by_rows(square) * PRIOR_BATCHES) / (batches + PRIOR_BATCHES)
-    factor = 1 / (square.sqrt() + (eps or 1e-30))
-    return factor.where(square > 0, torch.zeros_like(factor))
-
-
-def _by_rows(square: Tensor) -> Tensor:
-    """Return the squares of a matrix as the product of those of its rows and its columns."""
-    if square.dim() < 2:
-        return square.mean().expand_as(square)
-    flat = square.flatten(1)
-    rows, columns, whole = flat.mean(1, keepdim=True), flat.mean(0, keepdim=True), flat.mean()
-    return (rows * columns / whole.clamp_min(1e-38)).view_as(square)
+def total_loss(loss: Tensor | LossParts) -> Tensor:
+    """Return the loss that is trained."""
+    return loss.total if isinstance(loss, LossParts) else loss
