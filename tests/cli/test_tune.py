@@ -44,6 +44,7 @@ def test_mistakes_are_found_before_anything_is_measured(narrowcast, tiny, tmp_pa
         ("hardware=h2000",): "hardware must be one of a100",
         ("-o", str(tmp_path / "none" / "p.yaml")): "there is no folder",
         ("-o", "p.txt"): "must name a .yaml file",
+        ("--budget", "time=80%", "device=cpu"): "needs the rates of a GPU",
         ("parallel.ranks=2",): "Leave parallel.ranks out",
         ("sed=1",): "Did you mean seed?",
     }.items():

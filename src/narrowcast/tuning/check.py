@@ -198,7 +198,8 @@ def check_choice(result: TuneResult, runs: CheckRuns) -> Check:
     )
     reason, worse = f"after {steps} steps the loss is {chosen.mean(steps):.4f}", False
     above, limit = _difference(chosen.after[steps], wide.after[steps]), result.budget.loss
-    reason += f", {above.mean / wide.mean(steps):+.2%} of that in fp32"
+    relative = above.mean / abs(wide.mean(steps))
+    reason += f", {abs(relative):.2%} {'above' if relative > 0 else 'below'} that in fp32"
     if limit is not None and above.mean - 2 * above.error > limit * abs(wide.mean(steps)):
         worse, reason = True, f"{reason}, beyond the budget of {limit:.2%}"
     if rival is not None and other is not None and more is not None:

@@ -140,11 +140,6 @@ class Chooser:
 
     def _most_seconds(self) -> float:
         budget = self._budget
-        if budget.limits_time and not self._timed:
-            raise ConfigError(
-                f"A budget of time needs the rates of a GPU, got {budget} on "
-                f"{self._rates.hardware.name}. Write hardware=h200, or leave time out."
-            )
         if budget.time_share is None:
             return math.inf if budget.seconds is None else budget.seconds
         name = self._meter.sixteen.name

@@ -91,6 +91,11 @@ def tune(
     if not first:
         raise ConfigError("batches must have at least one batch, got none.")
     rates = Rates(hardware=target, rows=gemm_rows, execution=execution)
+    if limits.limits_time and not rates.source:
+        raise ConfigError(
+            f"A budget of time needs the rates of a GPU, got {limits} on {target.name}. Write "
+            "hardware=h200, or leave time out."
+        )
     peak = None
     if limits.memory is not None:
         # Measured batches may be smaller than those of a step.
