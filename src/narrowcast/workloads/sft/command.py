@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -142,21 +143,30 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--standardise/--no-standardise", default=True, help="Scale every channel to variance 1."
 )
+@click.option(
+    "--bootstrap",
+    type=click.IntRange(0),
+    default=0,
+    help="Also find networks this many times in documents drawn with replacement.",
+)
+@click.option("--html", help="Write an HTML page with charts of the networks.")
 @_shared
-def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> None:
+def build(model: str, data: tuple[str, ...], output: str, html: str | None, **options: Any) -> None:
     """Find the functional networks of MODEL on DATA and write them to a file.
 
     MODEL is a folder, a .gguf file, a name on the Hugging Face Hub, or tiny. DATA is .txt files, or
     .json, .jsonl, .csv and .parquet files of conversations, plain or .gz.
     """
-    target = output_path(output)
+    target, place = output_path(output), None if html is None else output_path(html)
     selector = make_selector(options)  # checked before slow work
     from narrowcast.workloads.sft.ica.entry import functional_networks
     from narrowcast.workloads.sft.ica.ica import ICA
     from narrowcast.workloads.sft.ica.networks import Provenance
     from narrowcast.workloads.sft.ica.networks_file import networks_to_json
+    from narrowcast.workloads.sft.ica.page import networks_section, page, resampled_section
     from narrowcast.workloads.sft.ica.study.documents import model_inputs
-    from narrowcast.workloads.sft.ica.text import network_lines
+    from narrowcast.workloads.sft.ica.study.driving import bootstrap
+    from narrowcast.workloads.sft.ica.text import network_lines, resampled_rows, table
 
     analysis = ICA(
         components=options["components"],
@@ -169,10 +179,11 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
         standardise=options["standardise"],
     )
     loaded, drawn = _loaded(model, data, options, layers=options["layers"])
-    meter = _Meter("reading documents:", model_inputs(drawn.documents))
-    networks = functional_networks(
+    inputs = model_inputs(drawn.documents)
+    meter = _Meter("reading documents:", inputs)
+    find = partial(
+        functional_networks,
         loaded,
-        meter,
         ica=analysis,
         selector=selector,
         layers=options["layers"],
@@ -180,9 +191,66 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
         skip_first=options["skip_first"],
         provenance=Provenance(model=model, data=drawn.named),
     )
+    networks = find(meter)
     meter.end()
     write(target, networks_to_json(networks))
-    click.echo("\n".join([*network_lines(networks), "", f"written to {target}"]))
+    lines, drawings = network_lines(networks), [networks_section(networks)]
+    if options["bootstrap"]:
+        meter = _Meter("resampling:")
+        resampled = bootstrap(
+            networks,
+            inputs,
+            find,
+            resamples=options["bootstrap"],
+            seed=options["seed"],
+            progress=meter.at,
+        )
+        meter.end()
+        lines += ["", *table(*resampled_rows(resampled))]
+        drawings.append(resampled_section(resampled))
+    if place is not None:
+        write(place, page(f"Functional networks of {model}", drawings))
+    written = [f"written to {each}" for each in (target, place) if each is not None]
+    click.echo("\n".join([*lines, "", *written]))
+
+
+@ica.command()
+@click.option("--networks", "file", required=True, help="File written by `narrowcast ica build`.")
+@click.option("-o", "--output", help="JSON file to write the tokens to.")
+@click.option("--most", type=click.IntRange(1), default=8, help="Tokens per component.")
+@click.option(
+    "--least-count", type=click.IntRange(1), default=3, help="Occurrences that a token needs."
+)
+@click.option("--html", help="Write an HTML page with the tokens and their contexts.")
+@_shared
+def tokens(
+    model: str, data: tuple[str, ...], file: str, output: str | None, html: str | None, **more: Any
+) -> None:
+    """Show the tokens of DATA that drive each network of MODEL."""
+    places = {name: output_path(each) for name, each in (("json", output), ("html", html)) if each}
+    from narrowcast.runs import strict_json
+    from narrowcast.workloads.sft.ica.entry import check_fit
+    from narrowcast.workloads.sft.ica.networks_file import load_networks
+    from narrowcast.workloads.sft.ica.page import driving_section, networks_section, page
+    from narrowcast.workloads.sft.ica.study.driving import driving_tokens
+    from narrowcast.workloads.sft.ica.text import driving_lines
+    from narrowcast.workloads.sft.models.loading import load_tokenizer
+
+    networks = load_networks(expand_path(file))
+    loaded, drawn = _loaded(model, data, more)
+    check_fit(networks, loaded)
+    counts = {"most": more["most"], "least_count": more["least_count"]}
+    drivers = driving_tokens(loaded, drawn.documents, networks, **counts)
+    tokenizer = load_tokenizer(model)
+    driving = [each.to_json(tokenizer) for each in drivers]
+    if "json" in places:
+        text = strict_json.dumps({"model": model, "data": drawn.named, "components": driving})
+        write(places["json"], text + "\n")
+    if "html" in places:
+        drawings = [driving_section(driving), networks_section(networks)]
+        write(places["html"], page(f"Functional networks of {model}", drawings))
+    written = [f"written to {each}" for each in places.values()]
+    click.echo("\n".join([*driving_lines(driving), *written]))
 
 
 @ica.command()
@@ -265,6 +333,131 @@ def ablate(
     written = [f"written to {path}" for path in places.values()]
     lines = [text.rstrip()] if more["as_json"] else [*ablation_lines(ablation), *written]
     click.echo("\n".join(lines))
+
+
+@ica.command()
+@click.argument("model")
+@click.argument("tasks", nargs=-1)
+@click.option(
+    "--methods",
+    default="full,lora,freeze,lesion,preserve",
+    help="Ways to train, separated by commas.",
+)
+@click.option("--networks", "file", help="File of `narrowcast ica build`.  [default: found first]")
+@click.option("--steps", type=click.IntRange(1), default=100, help="Steps per task.")
+@click.option("--batch-size", type=click.IntRange(1), default=16, help="Rows per step.")
+@click.option("--lr", type=click.FloatRange(0, min_open=True), default=1e-3, help="Learning rate.")
+@click.option("--lora-r", type=click.IntRange(1), default=8, help="Rank of the adapter.")
+@click.option("--questions", type=click.IntRange(1), default=50, help="Questions per task.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=16, help="Tokens of an answer.")
+@click.option("--max-length", type=click.IntRange(2), default=128, help="Tokens of a row.")
+@click.option("--seeds", type=click.IntRange(1), default=1, help="Runs per method.")
+@click.option("--text", help="Plain text whose loss is measured before and after.")
+@click.option("--policy", default="fp32", help="Precision policy of training.")
+@click.option("--device", default="auto", help="cpu, cuda, cuda:1, …")
+@click.option("-o", "--output", help="JSON file to write the results to.")
+@click.option("--html", help="Write an HTML page with tables and charts.")
+def continual(model: str, tasks: tuple[str, ...], **options: Any) -> None:
+    """Train MODEL on TASKS one after another, and measure what it forgets.
+
+    A task is a file of questions and answers. Without tasks, the package makes three about letters:
+    sound, half and parity. A fifth of the rows of a task is held out.
+    """
+    named = {"json": options["output"], "html": options["html"]}
+    places = {name: output_path(each) for name, each in named.items() if each}
+    from narrowcast.workloads.sft.ica.study.continual import METHODS
+
+    methods = [name.strip() for name in options["methods"].split(",")]
+    if unknown := [name for name in methods if name not in METHODS]:
+        raise ConfigError(f"--methods must be some of {', '.join(METHODS)}, got {unknown[0]}.")
+    _continual(model, tasks, methods, options, places)
+
+
+def _continual(
+    model: str,
+    tasks: Sequence[str],
+    methods: Sequence[str],
+    options: Mapping[str, Any],
+    places: Mapping[str, Path],
+) -> None:
+    from narrowcast.plain_files import read_plain
+    from narrowcast.runs import strict_json
+    from narrowcast.workloads.sft.data.templates import select_template
+    from narrowcast.workloads.sft.ica.entry import check_fit, functional_networks
+    from narrowcast.workloads.sft.ica.networks_file import load_networks
+    from narrowcast.workloads.sft.ica.page import continual_section, page
+    from narrowcast.workloads.sft.ica.study import continual as study
+    from narrowcast.workloads.sft.ica.text import table
+    from narrowcast.workloads.sft.judge.perplexity import perplexity
+    from narrowcast.workloads.sft.models.loading import load_model, load_tokenizer
+
+    device, length = device_named(options["device"]), options["max_length"]
+    template = select_template("auto", load_tokenizer(model))
+    files = [name if name in study.MADE else str(expand_path(name)) for name in tasks]
+    loaded = [
+        study.load_task(name, template, most_questions=options["questions"], max_length=length)
+        for name in files or study.MADE
+    ]
+    text = None if options["text"] is None else read_plain(expand_path(options["text"])).decode()
+
+    def fresh() -> Any:
+        return load_model(model, device=device).float()
+
+    def nats(trained: Any) -> float:
+        measured = perplexity(trained, template.tokenizer, text or "", length=length, batch_size=8)
+        return measured.nats
+
+    channels, site = {}, "mlp_output"
+    if set(methods) & set(study.NEEDS_NETWORKS):
+        base = fresh()
+        if options["file"] is not None:
+            networks = load_networks(expand_path(options["file"]))
+            check_fit(networks, base)
+        else:
+            rows = [task.train.rows.row(n)[0] for task in loaded for n in range(20)
+                    if n < len(task.train)]  # fmt: skip
+            networks = functional_networks(base, study.as_batches(rows, device=device))
+        channels, site = networks.channels(), networks.layout.site
+        count = sum(map(len, channels.values()))
+        click.echo(
+            f"networks: {count:,} channels of {len(networks.components)} components", err=True
+        )
+    training = study.TaskTraining(
+        steps=options["steps"],
+        batch_size=options["batch_size"],
+        lr=options["lr"],
+        lora_r=options["lora_r"],
+        policy=options["policy"],
+        max_new_tokens=options["max_new_tokens"],
+    )
+    results = []
+    for method in methods:
+        for seed in range(options["seeds"]):
+            meter = _Meter(f"{method}, seed {seed}, tasks:")
+            result = study.continual(
+                fresh,
+                template,
+                loaded,
+                method=method,  # type: ignore[arg-type]  # checked
+                channels=channels,
+                site=site,  # type: ignore[arg-type]
+                training=training,
+                seed=seed,
+                nats=None if text is None else nats,
+                progress=meter.at,
+            )
+            meter.end()
+            results.append(result)
+    lines = table(*study.summary(results))
+    if "json" in places:
+        rows_json = [each.to_json() for each in results]
+        figures = {"model": model, "training": training.to_json(), "results": rows_json}
+        write(places["json"], strict_json.dumps(figures, indent=1) + "\n")
+    if "html" in places:
+        title = f"What {model} forgets"
+        write(places["html"], page(title, [continual_section(results)]))
+    written = [f"written to {each}" for each in places.values()]
+    click.echo("\n".join([*lines, *written]))
 
 
 @final

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from narrowcast.workloads.sft.ica.signals import StoredSignals as StoredSignals
     from narrowcast.workloads.sft.ica.study.ablate import ablate as ablate
     from narrowcast.workloads.sft.ica.study.ablation import Ablation as Ablation
+    from narrowcast.workloads.sft.ica.study.driving import bootstrap as bootstrap
+    from narrowcast.workloads.sft.ica.study.driving import driving_tokens as driving_tokens
 
 _HOMES = {
     "entry": "ICAMask ModelSignals check_fit functional_networks networks_from",
@@ -52,6 +54,7 @@ _HOMES = {
     "signals": "ArraySignals FileSignals Finding Signals StoredSignals",
     "study.ablate": "ablate",
     "study.ablation": "Ablation",
+    "study.driving": "bootstrap driving_tokens",
 }
 """Public names by module."""
 

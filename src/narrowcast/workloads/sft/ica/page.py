@@ -28,6 +28,8 @@ from narrowcast.workloads.sft.ica import text
 from narrowcast.workloads.sft.ica.networks import FunctionalNetworks
 from narrowcast.workloads.sft.ica.networks_file import load_networks
 from narrowcast.workloads.sft.ica.study.ablation import Ablation, Interval, load_ablation
+from narrowcast.workloads.sft.ica.study.continual import Learned, mean_matrices, summary
+from narrowcast.workloads.sft.ica.study.driving import Resampled
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fdfdfb; --sunk: #f4f4f0; --ink: #1d2429;
@@ -258,6 +260,57 @@ def networks_section(networks: FunctionalNetworks) -> ReportSection:
     if len(networks.components) > 1:
         parts += ["<h3>Overlap of networks (IoU)</h3>", overlap(networks)]
     return ReportSection(title="Functional networks", html="\n".join(parts))
+
+
+def driving_section(driving: Sequence[Mapping[str, Any]]) -> ReportSection:
+    """Return the tokens that drive each component, with their contexts."""
+    parts = [
+        _noted(
+            "The activity of a network at a token is the root mean square of its standardised "
+            "channels. A token of 3× has three times the mean activity. ␣ is a space, ⏎ a line "
+            "break."
+        )
+    ]
+    for number, each in enumerate(driving):
+        dot = f'<span class="swatch" style="background:{colour(number)}"></span>'
+        parts.append(f"<h3>{dot}component {each['component']}</h3>")
+        tokens = [
+            [text.quoted(t["text"]), f"{t['times']:,}", f"{t['activity']:.2f}"]
+            for t in each["tokens"]
+        ]
+        parts.append(_table(["token", "occurrences", "activity"], tokens))
+        contexts = [[f"{o['activity']:.2f}", text.in_context(o)] for o in each["occurrences"]]
+        parts.append(_table(["activity", "strongest occurrences, one per document"], contexts))
+    return ReportSection(title="Tokens that drive each component", html="\n".join(parts))
+
+
+def resampled_section(resampled: Sequence[Resampled]) -> ReportSection:
+    """Return the bootstrap stability of each component."""
+    note = (
+        "Documents are drawn with replacement and networks are found again. The IoU is that with "
+        "the nearest network of each resample, as a mean."
+    )
+    html = f"{_noted(note)}{_table(*text.resampled_rows(resampled))}"
+    return ReportSection(title="Stability over documents", html=html)
+
+
+def continual_section(results: Sequence[Learned]) -> ReportSection:
+    """Return the table of methods, and the accuracies of each after each task."""
+    note = (
+        "Average is the mean accuracy over all tasks at the end. Backward transfer is the mean "
+        "change of a task since it was learned, and forgetting the mean loss from its best. Models "
+        "are evaluated without masks."
+    )
+    parts = [_table(*summary(results)), _noted(note)]
+    tasks = list(results[0].tasks)
+    for method, matrix in mean_matrices(results).items():
+        labels = ["before", *(f"after {task}" for task in tasks)]
+        alt = f"Accuracy of {method} on each task (columns) before and after each task (rows)."
+        parts += [
+            f"<h3>{escape(method)}: accuracy on each task</h3>",
+            _matrix(matrix, labels, tasks, most=1.0, alt=alt, form=".0%", widest=120),
+        ]
+    return ReportSection(title="Continual learning", html="\n".join(parts))
 
 
 def ablation_section(ablation: Ablation) -> ReportSection:

@@ -1,9 +1,11 @@
 """Networks and ablations as text for a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from narrowcast.workloads.sft.ica.networks import FunctionalNetworks
 from narrowcast.workloads.sft.ica.study.ablation import Ablation, Lesion, Level
+from narrowcast.workloads.sft.ica.study.driving import FOUND, Resampled
 
 _OF_NUMBERS = frozenset("-–0123456789.,%e+")
 MOST_LAYERS = 6
@@ -141,6 +143,46 @@ def _one_by_one(ablation: Ablation) -> list[str]:
         needed = f"; {first.tests} tests need {first.fewest_masks} random masks (--random)"
     said = ", ".join(message) or f"none differs significantly from random{needed}"
     return ["", f"Single networks, p corrected for {first.tests} tests: {said}."]
+
+
+def driving_rows(driving: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the table of tokens that drive components."""
+    head = ["component", "tokens, by activity against the mean", "strongest occurrence"]
+    rows = []
+    for each in driving:
+        tokens = ", ".join(f"{quoted(t['text'])} {t['activity']:.1f}×" for t in each["tokens"])
+        first = each["occurrences"][0] if each["occurrences"] else None
+        rows.append([str(each["component"]), tokens, "" if first is None else in_context(first)])
+    return head, rows
+
+
+def in_context(occurrence: Mapping[str, Any]) -> str:
+    """Return an occurrence on one line, its token in brackets."""
+    parts = (occurrence["before"], f"[{occurrence['text']}]", occurrence["after"])
+    return "".join(parts).replace("\n", "⏎").strip()
+
+
+def quoted(text: str) -> str:
+    """Return the text of a token with visible spaces."""
+    return text.replace("\n", "⏎").replace(" ", "␣") or "∅"
+
+
+def driving_lines(driving: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the tokens that drive components as lines for a terminal."""
+    lines = []
+    for each, (component, tokens, _) in zip(driving, driving_rows(driving)[1], strict=True):
+        lines += [f"component {component}: {tokens}"]
+        lines += [f"    {o['activity']:.1f}×  {in_context(o)}" for o in each["occurrences"][:3]]
+    return lines
+
+
+def resampled_rows(resampled: Sequence[Resampled]) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the table of bootstrap stability."""
+    head = ["component", "IoU", "5 % quantile", f"found again (IoU ≥ {FOUND})"]
+    return head, [
+        [str(each.component), f"{each.iou:.2f}", f"{each.low:.2f}", f"{each.recovered:.0%}"]
+        for each in resampled
+    ]
 
 
 def named(lesion: Lesion) -> str:
