@@ -1,7 +1,11 @@
 """Sharded training on several ranks: equal to one process, and one decision of all ranks."""
 
 import math
+import random
+import runpy
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import narrowcast as nc
 from narrowcast.errors import ConfigError, UnsupportedError
 
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "rank_faults.py"
+rank_faults = SimpleNamespace(**runpy.run_path(str(BENCHMARK)))
 RANKS, STEPS, LR = 4, 4, 1e-2
 ROWS = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 LAYOUTS = ["fsdp", "hsdp", "two meshes", "partly sharded"]
@@ -130,8 +136,30 @@ def test_sharded_training_follows_one_process(layout, optimizer, policy):
         assert (weights[name] - value).abs().max() <= bound, name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("policy", ["fp32", "fp16", "split"])
+@pytest.mark.parametrize(
+    ("layout", "policy", "optimizer"),
+    [
+        ("DDP", "fp16", "AdamW"),
+        ("FSDP2", POLICIES["split"], "fused"),
+        ("HSDP", "fp32", "SGD"),
+        ("two meshes", "fp16", "AdamW"),
+        ("partly sharded", "bf16", "fused"),
+    ],
+)
+def test_twenty_random_faults_are_skipped_by_all_ranks(layout, policy, optimizer):
+    draw = random.Random(layout)
+    faults = [rank_faults.drawn(draw, RANKS, layout) for _ in range(20)]
+    cell = (RANKS, layout, policy, optimizer, faults)
+    counts = rank_faults.judge(
+        on_ranks(RANKS, lambda rank: rank_faults.run_cell(rank, *cell)), faults
+    )
+    assert {name: count for name, count in counts.items() if count} == {"faults": 20}
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [("fsdp", "fp16"), ("hsdp", "fp32"), ("two meshes", "split"), ("partly sharded", "fp16")],
+)
 def test_bad_gradient_on_one_rank_is_skipped_by_all(layout, policy):
     def spoil(rank, step, loss):
         if (rank, step) == (2, 1):
