@@ -128,7 +128,7 @@ _HOMES = {
 }
 """Every public name, its module, and its name there if that differs."""
 
-_MODULES = ("errors", "numerics")
+_MODULES = ("decompose", "errors", "numerics")
 """Public modules, imported when first used too."""
 
 __all__ = ["__version__", *_HOMES]

@@ -41,20 +41,23 @@ class Parts:
     losses: Sequence[Loss]
 
 
-def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
-    """Make the target and what is trained from the recipe's seed; on meta only shapes."""
+def build_parts(recipe: Recipe, *, device: torch.device, trained: bool = True) -> Parts:
+    """Make the target and what is trained from the recipe's seed; on meta only shapes.
+
+    Without `trained`, a toy's weights are random.
+    """
     _check_checkpointing(recipe)
     if device.type != "meta":
         # What cannot be is refused before a toy is trained, or a large model loaded.
         build_parts(recipe, device=torch.device("meta"))
-    subject = build_subject(recipe, device=device)
+    subject = build_subject(recipe, device=device, trained=trained)
     with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(recipe.seed)
         model, losses = _trained(recipe, subject)
     return Parts(subject=subject, model=model.to(device), losses=losses)
 
 
-def build_subject(recipe: Recipe, *, device: torch.device) -> Subject:
+def build_subject(recipe: Recipe, *, device: torch.device, trained: bool = True) -> Subject:
     """Make the target of a recipe, with its data; on the meta device only its shapes."""
     requested, data = recipe.section(TargetSection), recipe.section(DecomposeData)
     settings = recipe.section(DecompositionSection)
@@ -73,6 +76,7 @@ def build_subject(recipe: Recipe, *, device: torch.device) -> Subject:
         device=device,
         steps=requested.pretrain_steps,
         batch_size=requested.pretrain_batch_size,
+        trained=trained,
     )
 
 

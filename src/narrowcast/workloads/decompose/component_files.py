@@ -59,12 +59,12 @@ def save_components(
     # A copy of each: what is tied, or a view of another, would be refused.
     plain = {name: each.detach().cpu().contiguous().clone() for name, each in stored.items()}
     unfinished = folder / f".{COMPONENTS}.unfinished"
-    targets = {each.site.name: _fingerprints(each.site, parts) for each in result.sites}
+    targets = {each.site.name: fingerprints(each.site, parts) for each in result.sites}
     save_file(plain, unfinished, metadata={TARGETS: json.dumps(targets)})
     unfinished.replace(folder / COMPONENTS)
 
 
-def _fingerprints(site: Site, parts: Parts) -> list[str]:
+def fingerprints(site: Site, parts: Parts) -> list[str]:
     """Return a hash of the matrix of a site, per seed."""
     weight = parts.model.decomposition.module(site).weight_t.detach().float().cpu()
     every = weight.expand(parts.model.seeds, -1, -1)

@@ -34,22 +34,9 @@ def rhyme(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(gpt2_folder):
     """A folder with a GPT-2 of two layers that knows the rhyme."""
-    torch.manual_seed(0)
-    silent = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64}
-    model, tokenizer = GPT2LMHeadModel(GPT2Config(**shape, **silent)), tiny_tokenizer()
-    tokens = torch.tensor(tokenizer(RHYME, add_special_tokens=False)["input_ids"])[: 16 * 32]
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(30):
-        optimizer.zero_grad()
-        model(tokens.view(16, 32), labels=tokens.view(16, 32)).loss.backward()
-        optimizer.step()
-    folder = tmp_path_factory.mktemp("gpt2")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return gpt2_folder
 
 
 @pytest.fixture(scope="module")

@@ -234,7 +234,9 @@ class Toy(ToyPlan):
         return self.draw(count)
 
 
-def make_toy(plan: ToyPlan, *, seeds: int, seed: int, device: torch.device | str) -> Toy:
+def make_toy(
+    plan: ToyPlan, *, seeds: int, seed: int, device: torch.device | str, trained: bool = True
+) -> Toy:
     """Train and check the networks of a plan, with their own generator; not on the meta device."""
     device = torch.device(device)
     real = torch.device("cpu") if device.type == "meta" else device
@@ -247,7 +249,7 @@ def make_toy(plan: ToyPlan, *, seeds: int, seed: int, device: torch.device | str
     def own(batch: int) -> Tensor:
         return plan.data.draw(seeds, batch, device=real, generator=generator)
 
-    if device.type != "meta":
+    if trained and device.type != "meta":
         assert isinstance(network, Trainable)
         how = plan.pretraining
         pretrain(network, own, how)

@@ -27,8 +27,9 @@ def toy_target(
     device: torch.device | str,
     steps: int | None = None,
     batch_size: int | None = None,
+    trained: bool = True,
 ) -> Toy:
-    """Return a trained toy by name; `steps` and `batch_size` override those of its training."""
+    """Return a toy by name; `steps` and `batch_size` override those of its training."""
     plan = toy_plan(name)
     how = replace(
         plan.pretraining,
@@ -36,7 +37,7 @@ def toy_target(
         batch_size=plan.pretraining.batch_size if batch_size is None else batch_size,
     )
     plan = replace(plan, pretraining=how)
-    return make_toy(plan, seeds=seeds, seed=seed, device=device)
+    return make_toy(plan, seeds=seeds, seed=seed, device=device, trained=trained)
 
 
 def toy_plan(name: str) -> ToyPlan:
