@@ -27,7 +27,12 @@ from narrowcast.config.section import Conflict, Section, Steps, StepsOrZero
 Piece = Literal["loss", "gelu", "layer_norm", "mask", "rms_norm", "rotary", "swiglu"]
 Fuse = Literal["auto", "none"] | Annotated[tuple[Piece, ...], Field(max_length=MOST_ENTRIES)]
 OfSequences = Literal[
-    "genome_annotation", "variant_effect", "protein_function", "generation", "domain_adaptation"
+    "genome_annotation",
+    "variant_effect",
+    "protein_function",
+    "generation",
+    "domain_adaptation",
+    "classify",
 ]
 TaskName = Literal[OfSequences, "pretrain", "sft", "lora", "rl_fp16", "forecast", "decompose"]
 OptimizerName = Literal["adamw", "adam", "sgd", "rmsprop", "adafactor"]

@@ -96,6 +96,10 @@ TASKS: Mapping[str, TaskRow] = types.MappingProxyType(
                 "wider format as fallback"
             ),
         ),
+        "classify": TaskRow(
+            wants="bf16",
+            reason="one label per sequence and a small network: fp8 layers would be no faster",
+        ),
         "pretrain": TaskRow(
             wants="fp8",
             reason="large products dominate the step, and fp8 trains as well in our measurements",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -11,11 +11,18 @@ from torch import Tensor, nn
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import ConfigError
 from narrowcast.plain_files import expand_path
+from narrowcast.workloads.genomics.baselines import (
+    MOST_LABELS,
+    Baselines,
+    equal_length,
+    fit_baselines,
+)
 from narrowcast.workloads.genomics.data.examples import Examples, on
 from narrowcast.workloads.genomics.data.preparing import Examined, as_examples, examine
 from narrowcast.workloads.genomics.data.rows import UNLABELLED, Row, label_table, row_values
 from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
 from narrowcast.workloads.genomics.models.model import GenomicModel, Network
+from narrowcast.workloads.genomics.models.motif import REACH, MotifModel
 from narrowcast.workloads.genomics.models.patches import ByteLM, threshold_for, train_byte_lm
 from narrowcast.workloads.genomics.network_info import (
     NetworkInfo,
@@ -37,6 +44,15 @@ from narrowcast.workloads.genomics.targets import (
 
 LETTERS_FOR_PATCHES = 2**17
 """Training letters that the byte model of entropy patches is trained on."""
+LONGEST_FOR_MOTIFS = 4096
+"""Longest sequences that model.backbone=auto has a motif network for."""
+MOTIF_KERNEL = 15
+LETTERS_PER_POOLED, MOST_POOLED = 32, 4
+"""A motif network pools one letter more for every so many it reads, up to the most."""
+MUTATED_ALIGNED, MUTATED = 0.1, 0.05
+"""Share of letters replaced with data.mutate=auto; more of them would break motifs."""
+FEWEST_PER_EPOCH = 4096
+"""Sequences that a classifier reads per epoch; smaller training sets are read several times."""
 SOURCE_STEPS = 300
 SOURCE_ROWS = 32
 SOURCE_LR = 1e-3
@@ -60,6 +76,10 @@ class Parts:
     letters: Tensor
     """Single-letter tokens to draw mutations from, on the device so that no step copies them."""
     notes: tuple[str, ...]
+    complement: Tensor | None = None
+    """Complement of each token, for a classifier whose labels do not depend on the strand."""
+    baselines: Baselines | None = None
+    """Linear models beside a classifier, on the device."""
 
 
 def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
@@ -72,13 +92,22 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     tokenizer = make_tokenizer(data.tokenizer, ALPHABETS[data.alphabet], data.kmer, data.overlap)
     rows = examine(data, objective, seed=recipe.seed)
     target = make_target(objective, rows, tokenizer)
+    _check_motif(recipe, objective)
     sets = {
         name: as_examples(part, tokenizer, objective, rows.classes)
         for name, part in rows.parts.items()
     }
     width = max(part.width for part in sets.values())
     sets = {name: replace(part, width=width) for name, part in sets.items()}
-    stored = _network_info(recipe, tokenizer, target, rows, width=width, base=base)
+    baselines = None
+    if objective.baseline != "none" and device.type != "meta":
+        baselines = _baselines(sets["train"], sets["validation"], target, tokenizer)
+    if objective.task == "classify":
+        train = sets["train"]
+        sets["train"] = replace(train, repeats=-(-FEWEST_PER_EPOCH // len(train)))
+    stored = _network_info(
+        recipe, tokenizer, target, rows, train=sets["train"], base=base, baselines=baselines
+    )
     _check_strands(stored)
     byte_lm = None
     if stored.config.patching == "entropy" and base is None and device.type != "meta":
@@ -86,8 +115,13 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     network = make_network(
         stored, tokenizer, target, seed=recipe.seed, device=device, byte_lm=byte_lm
     )
+    if baselines is not None and base is None and isinstance(network.backbone, MotifModel):
+        network.backbone.start_from(baselines.strongest_kmers(stored.config.width // 3))
     source = (sets["source"], sets["source validation"]) if "source" in sets else None
-    notes = list(rows.notes)
+    notes = [
+        *rows.notes,
+        *_classify_notes(recipe, stored, baselines, repeats=sets["train"].repeats),
+    ]
     if device.type != "meta":
         notes += _begin(network, recipe, base, stored, target=target, source=source)
     return Parts(
@@ -102,7 +136,97 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
         unit=_unit(data),
         letters=torch.from_numpy(tokenizer.encode(ALPHABETS[data.alphabet].letters)).to(device),
         notes=tuple(notes),
+        complement=torch.from_numpy(tokenizer.complement).to(device)
+        if stored.both_strands and tokenizer.complement is not None
+        else None,
+        baselines=None if baselines is None else baselines.to(device),
     )
+
+
+def _check_motif(recipe: Recipe, objective: Objective) -> None:
+    """Check that a network or pooling that has no state per letter is not asked for letters."""
+    model = recipe.section(GenomicModelSection)
+    if model.backbone == "auto" and objective.task != "classify":
+        raise ConfigError(
+            f"model.backbone=auto is only for classify, got objective.task={objective.task}. Write "
+            "hyena, attention, cnn or motif."
+        )
+    if model.backbone not in ("motif", "auto"):
+        return
+    if objective.reads_genomes:
+        raise ConfigError(
+            f"model.backbone=motif has no state per letter, which {objective.task} needs. Write "
+            "hyena, attention or cnn."
+        )
+    for name, plain in (("patching", "none"), ("reverse_complement", False)):
+        if getattr(model, name) != plain:
+            raise ConfigError(
+                f"model.{name} is not supported by model.backbone={model.backbone}, got "
+                f"{getattr(model, name)}. Leave it out, or write model.backbone=hyena."
+            )
+
+
+def _baselines(
+    train: Examples, validation: Examples, target: Target, tokenizer: Tokenizer
+) -> Baselines | None:
+    """Fit the linear models of a classifier; None if there are too many labels."""
+    assert isinstance(target, OneClass | Labels | Value)
+    if isinstance(target, Labels) and target.outputs() > MOST_LABELS:
+        return None
+    alphabet = tokenizer.alphabet
+    # RNA is transcribed from one strand.
+    opposite = alphabet.complement if alphabet.name == "dna" else None
+    return fit_baselines(
+        train,
+        validation,
+        target,
+        letters=len(alphabet.letters),
+        first=tokenizer.vocab_size - len(alphabet.letters),
+        complement=[alphabet.letters.index(opposite[each]) for each in alphabet.letters]
+        if opposite
+        else (),
+    )
+
+
+def _classify_notes(
+    recipe: Recipe, stored: NetworkInfo, baselines: Baselines | None, *, repeats: int
+) -> Iterator[str]:
+    """Yield what was chosen by the data."""
+    data, objective = recipe.section(GenomicData), recipe.section(Objective)
+    if objective.task != "classify":
+        return
+    if baselines is None:
+        if objective.baseline != "none" and len(stored.classes) > MOST_LABELS:
+            yield f"no baseline: more than {MOST_LABELS} labels"
+        return
+    losses = ", ".join(f"{each.name} {each.loss:.4f}" for each in baselines)
+    yield f"linear baselines, validation loss: {losses}"
+    if data.mutate == "auto":
+        yield f"data.mutate=auto: {mutated_share(recipe, baselines):g}"
+    if data.reverse_complement == "auto":
+        how = "both strands alike" if stored.both_strands else "one strand"
+        yield f"data.reverse_complement=auto: {how}"
+    config = stored.config
+    if repeats > 1:
+        yield f"an epoch reads the training sequences {repeats} times"
+    if recipe.section(GenomicModelSection).backbone == "auto":
+        yield f"model.backbone=auto: {config.backbone}, for {config.max_length:,} letters"
+    if config.window_end:
+        yield (
+            f"the network reads letters {config.window_start + 1:,} to {config.window_end:,}; all "
+            "training sequences are the same before and after them"
+        )
+
+
+def mutated_share(recipe: Recipe, baselines: Baselines | None) -> float:
+    """Return the share of letters that are replaced in training."""
+    data, objective = recipe.section(GenomicData), recipe.section(Objective)
+    if data.mutate != "auto":
+        return data.mutate
+    # One residue can decide on a value.
+    if data.alphabet == "protein" or objective.target == "value":
+        return 0.0
+    return MUTATED_ALIGNED if baselines is not None and baselines.aligned else MUTATED
 
 
 def make_target(objective: Objective, rows: Examined, tokenizer: Tokenizer) -> Target:
@@ -180,12 +304,30 @@ def make_network(
     complement = None if table is None else table.tolist()
     with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(seed)
-        backbone = GenomicModel(stored.config, complement=complement, byte_lm=byte_lm)
+        backbone: GenomicModel | MotifModel
+        if stored.config.backbone == "motif":
+            backbone = MotifModel(stored.config, len(tokenizer.alphabet.letters))
+        else:
+            backbone = GenomicModel(stored.config, complement=complement, byte_lm=byte_lm)
         width = stored.config.width * (2 if stored.pairs else 1)
         # A token has a letter or more, so that there are no more tokens than letters.
-        length, dropout = stored.max_length, stored.config.dropout
+        length, dropout = _positions(stored), stored.config.dropout
         head = target.head(width, pool=stored.pool, dropout=dropout, length=length)
         return Network(backbone, head).to(device)
+
+
+def _positions(stored: NetworkInfo) -> int:
+    """Return how many states the head has weights for, if it pools by position."""
+    config = stored.config
+    length = stored.max_length
+    if stored.pool == "all":
+        if not config.aligned:
+            return 0
+        length = config.max_length
+    if config.backbone == "motif":
+        read = config.window_end - config.window_start if config.window_end else length
+        length = -(-read // config.pooling)
+    return length
 
 
 def _network_info(
@@ -194,15 +336,20 @@ def _network_info(
     target: Target,
     rows: Examined,
     *,
-    width: int,
+    train: Examples,
     base: NetworkInfo | None,
+    baselines: Baselines | None,
 ) -> NetworkInfo:
     """Return what is saved next to the weights for predictions."""
     data, objective = recipe.section(GenomicData), recipe.section(Objective)
     model = recipe.section(GenomicModelSection)
     value = target if isinstance(target, Value) else Value()
+    strands = data.reverse_complement
+    if strands == "auto":
+        strands = baselines is not None and baselines.both_strands
+    combined = objective.baseline == "combined" and baselines is not None
     return NetworkInfo(
-        config=_config(model, objective, vocab_size=tokenizer.vocab_size, length=width)
+        config=_config(model, objective, vocab_size=tokenizer.vocab_size, train=train)
         if base is None
         else replace(base.config, dropout=model.dropout),
         alphabet=data.alphabet,
@@ -217,11 +364,13 @@ def _network_info(
         max_length=data.max_length,
         centre=value.centre,
         spread=value.spread,
+        both_strands=bool(strands) and objective.task == "classify",
+        linear=baselines.best.linear.features if combined and baselines is not None else None,
     )
 
 
 def _config(
-    model: GenomicModelSection, objective: Objective, *, vocab_size: int, length: int
+    model: GenomicModelSection, objective: Objective, *, vocab_size: int, train: Examples
 ) -> GenomicConfig:
     """Return the config of a new network: the preset, overridden by the recipe."""
     shape = dict(PRESETS[model.preset])
@@ -229,8 +378,33 @@ def _config(
     requested = {key: value for key, value in model.model_dump().items() if key in named}
     shape |= {key: value for key, value in requested.items() if value is not None}
     # Filters fade over the length that there is: over a longer one, near letters look alike.
-    shape |= {"max_length": length, "vocab_size": vocab_size}
+    shape |= {"max_length": train.width, "vocab_size": vocab_size}
+    if objective.task == "classify":
+        shape |= _classify_shape(model, train)
     return GenomicConfig(**{**shape, "causal": objective.task == "generation"})
+
+
+def _classify_shape(model: GenomicModelSection, train: Examples) -> dict[str, Any]:
+    """Return what the training sequences decide: backbone, window, letters per state."""
+    longest, length = train.tokens.longest, equal_length(train)
+    if model.backbone not in ("motif", "auto") or (
+        model.backbone == "auto" and longest > LONGEST_FOR_MOTIFS
+    ):
+        backbone = "hyena" if model.backbone == "auto" else model.backbone
+        return {"backbone": backbone, "aligned": length > 0}
+    start, end = 0, longest
+    if length:
+        table = train.tokens.values.reshape(-1, length)
+        differ = np.flatnonzero((table != table[0]).any(0))
+        start, end = max(int(differ[0]) - REACH, 0), min(int(differ[-1]) + 1 + REACH, length)
+    return {
+        "backbone": "motif",
+        "aligned": length > 0,
+        "kernel": MOTIF_KERNEL,
+        "pooling": min(max((end - start) // LETTERS_PER_POOLED, 1), MOST_POOLED),
+        "window_start": start if end - start < length else 0,
+        "window_end": end if end - start < length else 0,
+    }
 
 
 def _check_base(base: NetworkInfo, data: GenomicData, objective: Objective) -> None:

@@ -41,7 +41,7 @@ def of_classes(truth: Array, chances: Array) -> dict[str, float]:
     if chances.shape[1] == 2 and len(present) == 2:
         present = [1]
     return {
-        "mcc": _mcc(truth, chosen),
+        "mcc": mcc(truth, chosen),
         "accuracy": float((chosen == truth).mean()),
         "f1": float(sk.f1_score(truth, chosen, average="macro", zero_division=0)),
         **areas([(truth == each, chances[:, each]) for each in present]),
@@ -65,10 +65,16 @@ def of_values(truth: Array, predicted: Array) -> dict[str, float]:
         return _nan_metrics(OF_VALUES)
     moves = len(truth) > 1 and np.ptp(predicted) > 0 and np.ptp(truth) > 0
     return {
-        "spearman": float(stats.spearmanr(truth, predicted).statistic) if moves else 0.0,
+        "spearman": spearman(truth, predicted),
         "pearson": float(stats.pearsonr(truth, predicted).statistic) if moves else 0.0,
         "rmse": float(np.sqrt(((truth - predicted) ** 2).mean())),
     }
+
+
+def spearman(truth: Array, predicted: Array) -> float:
+    """Return the rank correlation; 0 with a constant."""
+    moves = len(truth) > 1 and np.ptp(predicted) > 0 and np.ptp(truth) > 0
+    return float(stats.spearmanr(truth, predicted).statistic) if moves else 0.0
 
 
 def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, float]:
@@ -76,14 +82,14 @@ def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, flo
     all_truth, all_chosen = np.concatenate(list(truth)), np.concatenate(list(chosen))
     whole = [bool((a == b).all()) for a, b in zip(truth, chosen, strict=True)]
     return {
-        "mcc": _mcc(all_truth, all_chosen),
+        "mcc": mcc(all_truth, all_chosen),
         "accuracy": float((all_truth == all_chosen).mean()),
         "f1": float(sk.f1_score(all_truth, all_chosen, average="macro", zero_division=0)),
         "sequence_accuracy": float(np.mean(whole)),
     }
 
 
-def _mcc(truth: Array, chosen: Array) -> float:
+def mcc(truth: Array, chosen: Array) -> float:
     """Return Matthews' coefficient; 0 if there is one class only, where scikit-learn warns."""
     alike = (truth == truth[0]).all() and (chosen == truth[0]).all()
     return 0.0 if alike else float(sk.matthews_corrcoef(truth, chosen))

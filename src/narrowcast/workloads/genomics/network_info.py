@@ -18,10 +18,12 @@ from narrowcast.plain_files import expand_path, read_plain
 from narrowcast.runs import RunFolder
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.heads import Pool
+from narrowcast.workloads.genomics.models.linear import Features
 from narrowcast.workloads.genomics.settings import TaskName
 
 FILE = "genomics.json"
 WEIGHTS = "model.safetensors"
+LINEAR_WEIGHTS = "linear.safetensors"
 LARGEST = 2**24
 """Maximum bytes of that file."""
 
@@ -46,6 +48,12 @@ class NetworkInfo:
     max_length: int
     centre: float = 0.0
     spread: float = 1.0
+    both_strands: bool = False
+    """Whether predictions are means over both strands."""
+    linear: Features | None = None
+    """What the linear model in LINEAR_WEIGHTS counts, if predictions combine it."""
+    mix: tuple[float, float] = (1.0, 0.0)
+    """Weights of the outputs of the network and of the linear model."""
 
     def write(self, folder: Path) -> None:
         """Write it next to the weights."""
@@ -77,9 +85,9 @@ def read_network_info(name: str) -> tuple[NetworkInfo, Path]:
     return stored, folder
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
     """Return the weights of a finished run on the CPU."""
-    path = folder / WEIGHTS
+    path = folder / name
     try:
         return load_file(path)
     except FileNotFoundError as error:

@@ -13,7 +13,9 @@ from sklearn import metrics as sk
 from torch import Tensor
 
 from narrowcast.runs import RunFolder
+from narrowcast.workloads.genomics.baselines import PerSequence, choose_mix, compare
 from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged
+from narrowcast.workloads.genomics.models.combined import Mix
 from narrowcast.workloads.genomics.models.model import Network, generate
 from narrowcast.workloads.genomics.sequences.operations import gc, kmer_counts
 from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer
@@ -68,6 +70,79 @@ class Judged:
     truth: list[Predicted]
     predicted: list[Predicted]
     names: Sequence[str] = ()
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Classified:
+    """Predictions of a classifier, of its network alone, and of its baselines."""
+
+    judged: Judged
+    network: Predicted
+    baselines: dict[str, Predicted]
+    mix: Mix
+
+    def table(self, target: PerSequence, best: str) -> dict[str, Any]:
+        """Return the metrics of each, and how the predictions compare with the best baseline."""
+        truth, ours = np.stack(self.judged.truth), np.stack(self.judged.predicted)
+        combined = self.mix != (1.0, 0.0)
+        rows = {"network and linear model" if combined else "network": self.judged.measured}
+        others = {"network alone": self.network} if combined else {}
+        for name, predicted in {**others, **self.baselines}.items():
+            rows[name] = target.measured(list(truth), list(predicted))
+        if best not in self.baselines:
+            return {}
+        message = compare(truth, ours, self.baselines[best], target)
+        metric = target.metrics[0].name
+        return {"beside": {"rows": rows, "metric": metric, "best": best, **message}}
+
+
+def classified(
+    network: Tensor,
+    linear: Mapping[str, Tensor],
+    examples: Examples,
+    target: PerSequence,
+    *,
+    combined: str,
+    mix: Mix | None,
+) -> Classified:
+    """Return predictions from the outputs of the network and of the linear models."""
+    assert isinstance(examples.targets, np.ndarray)
+    truth, outputs = torch.from_numpy(examples.targets), network
+    if combined:
+        mix = mix or choose_mix(network, linear[combined], truth, target)
+        outputs = mix[0] * network + mix[1] * linear[combined]
+    predicted = target.predicted(outputs, {})
+    real = target.truth({"targets": truth})
+    loss = float(target.loss(outputs, {"targets": truth}))
+    return Classified(
+        judged=Judged(
+            measured=target.measured(real, predicted) | {"loss": loss},
+            truth=real,
+            predicted=predicted,
+            names=examples.names,
+        ),
+        network=np.stack(target.predicted(network, {})),
+        baselines={name: np.stack(target.predicted(each, {})) for name, each in linear.items()},
+        mix=mix or (1.0, 0.0),
+    )
+
+
+def verdicts(folder: Path) -> list[str]:
+    """Return how each evaluated set compares with its baseline, for the terminal."""
+    sets = RunFolder(folder).read_json(FILE)
+    return [f"{name}: {verdict(each['beside'])}" for name, each in sets.items() if "beside" in each]
+
+
+def verdict(beside: Mapping[str, Any]) -> str:
+    """Return a comparison with the baseline as a sentence."""
+    value, its, gain, low, high = (
+        float(beside[key]) for key in ("value", "baseline", "gain", "low", "high")
+    )
+    return (
+        f"{beside['verdict']} the baseline ({beside['best']}): {beside['metric']} {value:.4f} "
+        f"against {its:.4f}, difference {gain:+.4f} (95 % interval {low:+.4f} to {high:+.4f})"
+    )
 
 
 def write_judged(

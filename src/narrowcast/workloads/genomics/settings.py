@@ -35,7 +35,12 @@ LONGEST = 2**24
 MOST_FILES = 10_000
 
 TaskName = Literal[
-    "annotation", "variant_effect", "protein_function", "generation", "domain_adaptation"
+    "annotation",
+    "variant_effect",
+    "protein_function",
+    "generation",
+    "domain_adaptation",
+    "classify",
 ]
 Text = Annotated[str, Field(max_length=4096)]
 Column = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -72,6 +77,11 @@ class GenomicData(DataSection):
         gt=0,
         lt=1,
         description="share of path held out for validation, drawn by the seed",
+    )
+    test_share: Share = Field(
+        default=0.0,
+        description="share of path held out for the test, drawn by the seed, if there is no test "
+        "file; 0: none",
     )
     alphabet: Literal["dna", "rna", "protein"] = Field(
         default="dna", description="kind of sequence"
@@ -120,17 +130,22 @@ class GenomicData(DataSection):
         description="file of source-domain sequences (domain_adaptation); leave empty if "
         "model.path was trained on them",
     )
-    reverse_complement: bool = Field(
-        default=False, description="train on both strands of every sequence (dna, rna)"
+    reverse_complement: bool | Literal["auto"] = Field(
+        default=False,
+        description="train on both strands of every sequence (dna, rna); auto: if k-mers of both "
+        "strands together predict better (classify)",
     )
-    mutate: Share = Field(
-        default=0.0, description="share of letters replaced at random in every training batch"
+    mutate: Share | Literal["auto"] = Field(
+        default=0.0,
+        description="share of letters replaced at random in every training batch; auto: 0.05, or "
+        "0.1 where letters by position predict better than k-mers, and 0 for proteins and values "
+        "(classify)",
     )
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
         """Check settings against the alphabet and the tokenizer."""
-        if self.alphabet == "protein" and self.reverse_complement:
+        if self.alphabet == "protein" and self.reverse_complement is True:
             text = "proteins have no reverse complement. Leave reverse_complement out"
             check_conflicts([(("reverse_complement", "alphabet"), text)])
         if self.tokenizer == "kmer" and self.overlap >= self.kmer:
@@ -159,8 +174,10 @@ class GenomicModelSection(Section):
     preset: Literal["mini", "tiny", "small", "base", "large", "long"] = Field(
         default="tiny", description="size of a new network"
     )
-    backbone: Literal["hyena", "attention", "cnn"] = Field(
-        default="hyena", description="layer type that mixes positions"
+    backbone: Literal["hyena", "attention", "cnn", "motif", "auto"] = Field(
+        default="hyena",
+        description="layer type that mixes positions; motif: wide filters, then dilated "
+        "convolutions of what they find; auto: motif, and hyena for long sequences (classify)",
     )
     width: int | None = Field(
         default=None,
@@ -183,10 +200,11 @@ class GenomicModelSection(Section):
         default=False, description="make the network equivariant to the reverse complement"
     )
     dropout: Share = Field(default=0.1, description="dropout probability")
-    pool: Literal["mean", "max", "cls", "attention", "position"] = Field(
+    pool: Literal["mean", "max", "cls", "attention", "position", "all"] = Field(
         default="mean",
         description="how token states become one vector per sequence; position: one weight per "
-        "position, for aligned sequences",
+        "position, for aligned sequences; all: max and mean, and position if all sequences have "
+        "one length",
     )
 
     @model_validator(mode="after")
@@ -214,6 +232,11 @@ class Objective(Section):
         max_length=MOST_CLASSES,
         description="class names; none: the task's classes, or those of the data",
     )
+    baseline: Literal["none", "compared", "combined"] = Field(
+        default="none",
+        description="linear model of k-mers and positions (classify): compared with the network, "
+        "or also combined with it in predictions",
+    )
     label_smoothing: Share = Field(
         default=0.0, description="share of the target spread evenly over all classes"
     )
@@ -224,6 +247,9 @@ class Objective(Section):
         if self.task in ("annotation", "generation") and self.target != "class":
             text = f"{self.task} predicts a class for every letter. Leave target out"
             check_conflicts([(("target", "task"), text)])
+        if self.baseline != "none" and self.task != "classify":
+            text = "only classify has a baseline. Write baseline=none"
+            check_conflicts([(("baseline", "task"), text)])
         if self.target != "class" and self.label_smoothing:
             text = f"target={self.target} has no classes to smooth. Write label_smoothing=0"
             check_conflicts([(("label_smoothing", "target"), text)])

@@ -68,6 +68,10 @@ class OneClass(_PerSequence):
     def measured(self, truth: Rows, predicted: Rows) -> dict[str, float]:
         return metrics.of_classes(np.array(truth), np.stack(list(predicted)))
 
+    def headline(self, truth: Predicted, predicted: Predicted) -> float:
+        """Return the first of the metrics."""
+        return metrics.mcc(truth, predicted.argmax(1))
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +92,10 @@ class Labels(_PerSequence):
 
     def measured(self, truth: Rows, predicted: Rows) -> dict[str, float]:
         return metrics.of_labels(np.stack(list(truth)), np.stack(list(predicted)))
+
+    def headline(self, truth: Predicted, predicted: Predicted) -> float:
+        """Return the first of the metrics; 0 if every label is always there or never."""
+        return metrics.of_labels(truth, predicted).get("auprc", 0.0)
 
 
 @final
@@ -110,6 +118,10 @@ class Value(_PerSequence):
 
     def measured(self, truth: Rows, predicted: Rows) -> dict[str, float]:
         return metrics.of_values(np.array(truth), np.array(predicted))
+
+    def headline(self, truth: Predicted, predicted: Predicted) -> float:
+        """Return the first of the metrics."""
+        return metrics.spearman(truth, predicted)
 
 
 @final

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
@@ -14,23 +15,30 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import ParameterGroup, Task
-from narrowcast.workloads.genomics.build import Parts, build_parts
+from narrowcast.workloads.genomics.build import Parts, build_parts, mutated_share
 from narrowcast.workloads.genomics.data.examples import Batch, Examples, on
+from narrowcast.workloads.genomics.models.combined import Mix, of_strands, other_strand
 from narrowcast.workloads.genomics.models.hyena import filter_parameters
 from narrowcast.workloads.genomics.models.model import Network
+from narrowcast.workloads.genomics.network_info import LINEAR_WEIGHTS
 from narrowcast.workloads.genomics.results import (
+    Classified,
     Judged,
+    classified,
     salient_variants,
+    verdicts,
     write_judged,
     written_samples,
 )
-from narrowcast.workloads.genomics.settings import GenomicData, Tuning
-from narrowcast.workloads.genomics.targets import NextToken, Predicted
+from narrowcast.workloads.genomics.settings import Tuning
+from narrowcast.workloads.genomics.targets import Labels, NextToken, OneClass, Predicted, Value
 
 OF_SOURCE = "of_source"
 """Name of the headline metric on the source domain."""
 WEIGHT = "weight"
 """Batch key of its weight in the step."""
+JUDGED_ROWS = 256
+"""Sequences per batch of an evaluation of a classifier."""
 
 
 def build_task(recipe: Recipe, *, device: torch.device) -> Task:
@@ -64,6 +72,7 @@ class Genomic:
             loss_terms=target.count if target.per_letter else None,
             parameter_groups=self.parameter_groups,
             write_results=self.write_results,
+            summary=verdicts if self.parts.baselines is not None else None,
         )
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
@@ -97,15 +106,25 @@ class Genomic:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a batch in fp32, weighted in its step."""
-        inputs = self._mutated(batch) if model.training else batch
+        inputs = self._mutated(self._turned(batch)) if model.training else batch
         result = model(inputs["tokens"], inputs["mask"], inputs.get("alternative"))
         # What comes next is what came before anything was exchanged.
         loss = self.parts.target.loss(result.float(), batch)
         return loss * batch[WEIGHT] if WEIGHT in batch else loss
 
+    def _turned(self, batch: Batch) -> Batch:
+        """Read about half of the rows from the other strand, if strands count the same."""
+        complement = self.parts.complement
+        if complement is None:
+            return batch
+        tokens, mask = batch["tokens"], batch["mask"]
+        chosen = torch.rand(len(tokens), 1, device=tokens.device) < 0.5
+        other = other_strand(tokens, mask, complement)
+        return {**batch, "tokens": torch.where(chosen, other, tokens)}
+
     def _mutated(self, batch: Batch) -> Batch:
         """Replace some letters at random, the same in both sequences of a pair."""
-        share, letters = self.recipe.section(GenomicData).mutate, self.parts.letters
+        share, letters = mutated_share(self.recipe, self.parts.baselines), self.parts.letters
         if not share:
             return batch
         tokens, device = batch["tokens"], batch["tokens"].device
@@ -143,6 +162,8 @@ class Genomic:
     def judged(self, model: nn.Module, examples: Examples) -> Judged:
         """Return predictions with their metrics. Synchronises."""
         target = self.parts.target
+        if self.parts.info.task == "classify":
+            return self._classified(model, examples).judged
         predicted, truth, nats, count = list[Predicted](), list[Predicted](), 0.0, 0
         for batch in examples.batches(self.recipe.batch_size):
             there = on(self.device, batch)
@@ -159,6 +180,44 @@ class Genomic:
                 measured["perplexity"] = float(np.exp(loss))
         return Judged(measured=measured, truth=truth, predicted=predicted, names=examples.names)
 
+    def _classified(
+        self, model: nn.Module, examples: Examples, *, mix: Mix | None = None
+    ) -> Classified:
+        """Return the predictions of a classifier; without `mix`, it is chosen on `examples`."""
+        parts, target = self.parts, self.parts.target
+        assert isinstance(target, OneClass | Labels | Value)
+        network, linear = list[Tensor](), dict[str, list[Tensor]]()
+        for batch in examples.batches(JUDGED_ROWS):
+            there = on(self.device, batch)
+            result = of_strands(model, there["tokens"], there["mask"], parts.complement)
+            network.append(result.float())
+            for each in parts.baselines or ():
+                linear.setdefault(each.name, []).append(each.linear(there["tokens"]))
+        return classified(
+            torch.cat(network).cpu(),
+            {name: torch.cat(outputs).cpu() for name, outputs in linear.items()},
+            examples,
+            target,
+            combined=parts.baselines.best.name if parts.info.linear and parts.baselines else "",
+            mix=mix,
+        )
+
+    def _write_classified(self, folder: Path, model: nn.Module, sets: dict[str, Examples]) -> None:
+        """Write the results of a classifier, beside its baselines."""
+        parts, target = self.parts, self.parts.target
+        assert isinstance(target, OneClass | Labels | Value)
+        results, mix = dict[str, Classified](), None
+        for name, examples in sets.items():  # validation first, which chooses the weights
+            results[name] = self._classified(model, examples, mix=mix)
+            mix = results[name].mix
+        info = parts.info if mix is None else replace(parts.info, mix=mix)
+        info.write(folder)
+        if parts.baselines is not None and info.linear is not None:
+            save_file(parts.baselines.best.linear.state_dict(), folder / LINEAR_WEIGHTS)
+        best = parts.baselines.best.name if parts.baselines is not None else ""
+        pictures = {name: result.table(target, best) for name, result in results.items()}
+        write_judged(folder, parts, {name: each.judged for name, each in results.items()}, pictures)
+
     def digest(self) -> str:
         """Return a fingerprint of all data."""
         own = (self.parts.train, self.parts.validation, self.parts.test)
@@ -168,9 +227,13 @@ class Genomic:
     def write_results(self, folder: Path, prepared: Prepared) -> None:
         """Write genomics.json and the data of the report."""
         model = prepared.model
-        self.parts.info.write(folder)
         sets = {"validation": self.parts.validation, "test": self.parts.test}
         there = {name: part for name, part in sets.items() if part is not None}
+        if self.parts.info.task == "classify":
+            with torch.no_grad(), in_eval_mode(model), prepared.autocast():
+                self._write_classified(folder, model, there)
+            return
+        self.parts.info.write(folder)
         with torch.no_grad(), in_eval_mode(model), prepared.autocast():
             judged = {name: self.judged(model, part) for name, part in there.items()}
             pictures = {

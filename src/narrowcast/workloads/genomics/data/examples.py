@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -70,13 +70,16 @@ class Examples:
     width: int = 0
     """Width of every batch; 0: the width of the longest row."""
     padding: int = 0
+    repeats: int = 1
+    """How often each row occurs, for training sets that are smaller than a batch."""
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens) * self.repeats
 
     def __getitems__(self, indices: list[int]) -> Batch:
         """Return a batch padded to one width."""
         width = self.width or self.common_width
+        indices = [index % len(self.tokens) for index in indices]
         batch = {"tokens": self.tokens.padded(indices, width, self.padding)}
         batch["mask"] = batch["tokens"] != self.padding
         if self.alternatives is not None:
@@ -93,6 +96,13 @@ class Examples:
         """Yield all rows in order, `size` at a time."""
         for first in range(0, len(self), size):
             yield self.__getitems__(list(range(first, min(first + size, len(self)))))
+
+    def rows(self, indices: npt.NDArray[np.int64]) -> Examples:
+        """Return some of the rows, of single sequences with one target each."""
+        assert isinstance(self.targets, np.ndarray)
+        assert self.alternatives is None
+        tokens = Ragged.joined([self.tokens[int(at)] for at in indices], self.tokens.values.dtype)
+        return replace(self, tokens=tokens, targets=self.targets[indices], names=())
 
     @property
     def common_width(self) -> int:

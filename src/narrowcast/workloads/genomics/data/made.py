@@ -44,6 +44,8 @@ def made_parts(task: str, function: str, alphabet: str, *, seed: int) -> dict[st
             f"data.alphabet={'protein' if proteins else 'dna'}, or your own file in data.path."
         )
     parts = ["train", "validation"]
+    if task == "classify":
+        parts.append("test")
     if task == "domain_adaptation":
         parts += ["source", "source validation"]
     return {part: made_rows(task, function=function, seed=seed, part=part) for part in parts}
@@ -175,6 +177,24 @@ def _domains(rng: np.random.Generator, part: str) -> list[Row]:
     return rows
 
 
+def _labelled(rng: np.random.Generator, part: str) -> list[Row]:
+    """Return sequences with a site or with its letters in another order, on either strand."""
+    rows = []
+    for number in range({"train": 1600, "validation": 200, "test": 400}[part]):
+        text, label = _random(rng, BASES, LENGTH), int(rng.integers(2))
+        site = _mutated(rng, SITE if label else SITE[::2] + SITE[1::2], BASES, share=0.08)
+        if rng.integers(2):
+            site = site.translate(str.maketrans("ACGT", "TGCA"))[::-1]
+        at = int(rng.integers(0, LENGTH - len(SITE)))
+        rows.append(
+            Row(
+                sequence=text[:at] + site + text[at + len(SITE) :], label=("other", "site")[label],
+                name=f"{part} {number + 1}", location=f"{PLACE}, {part}, row {number + 1}",
+            )
+        )  # fmt: skip
+    return rows
+
+
 def _random(
     rng: np.random.Generator, letters: str, length: int, chances: tuple[float, ...] | None = None
 ) -> str:
@@ -194,4 +214,5 @@ _MAKERS: Mapping[str, Callable[[np.random.Generator, str], list[Row]]] = {
     "variant_effect": _variants,
     "generation": _genome,
     "domain_adaptation": _domains,
+    "classify": _labelled,
 }

@@ -39,6 +39,7 @@ SETTINGS_OF: Mapping[str, tuple[str, ...]] = {
     "features": ("annotation",),
     "reference": ("variant_effect",),
     "source": ("domain_adaptation",),
+    "test_share": ("classify",),
 }
 """Data settings that only some tasks use."""
 
@@ -68,7 +69,7 @@ def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
         notes += _at_odds(parts, objective)
     notes += _cut(parts, data, objective)
     notes += _leave_out_unknown(parts, data)
-    if data.reverse_complement:
+    if data.reverse_complement is True and objective.task != "classify":
         parts["train"] = both_strands(parts["train"], ALPHABETS[data.alphabet], classes)
     for part in ("train", "validation"):
         if not parts[part]:
@@ -96,6 +97,17 @@ def _check_unused(data: GenomicData, objective: Objective) -> None:
                 f"data.{name} is only for {' and '.join(tasks)}, got {getattr(data, name)} with "
                 f"objective.task={objective.task}. Leave it out."
             )
+    for name in ("reverse_complement", "mutate"):
+        if getattr(data, name) == "auto" and objective.task != "classify":
+            raise ConfigError(
+                f"data.{name}=auto is only for classify, got objective.task={objective.task}. "
+                f"Leave it out, or set data.{name} itself."
+            )
+    if objective.task == "classify" and data.tokenizer != "byte":
+        raise ConfigError(
+            f"data.tokenizer must be byte for classify, got {data.tokenizer}. Leave it out; the "
+            "baseline counts k-mers anyway."
+        )
     if data.path == MADE and objective.labels:
         raise ConfigError(
             "objective.labels cannot be set for synthetic sequences, which have their own classes. "
@@ -116,6 +128,9 @@ def _split(data: GenomicData, objective: Objective, *, seed: int, skipped: Skipp
         parts = {"train": [row for name in files for row in read(name)]}
     named = {"validation": data.validation, "test": data.test, "source": data.source}
     parts |= {part: read(name) for part, name in named.items() if name}
+    if data.test_share and "test" not in parts and data.path != MADE:
+        split = split_rows(parts["train"], data.test_share, seed=seed)
+        parts["train"], parts["test"] = split
     share, rows = data.validation_share, parts["train"]
     if "validation" not in parts:
         length = data.max_length if objective.reads_genomes else None
@@ -166,6 +181,10 @@ def _leave_out_judged(parts: Parts) -> Iterator[str]:
         if dropped := len(parts.get(part, [])) - len(stored):
             parts[part] = stored
             yield f"left out {dropped:,} {_shown_part(part)} sequences that are also held out"
+    stored = without(parts["validation"], parts.get("test", []))
+    if dropped := len(parts["validation"]) - len(stored):
+        parts["validation"] = stored
+        yield f"left out {dropped:,} validation sequences that are also in the test data"
 
 
 def _shared_sites(parts: Parts) -> Iterator[str]:

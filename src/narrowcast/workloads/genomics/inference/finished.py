@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final
 
 import numpy as np
@@ -17,8 +18,11 @@ from narrowcast.precision.step.prepared import Prepared, prepare
 from narrowcast.workloads.genomics.build import make_network
 from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged, on
 from narrowcast.workloads.genomics.data.rows import Row
+from narrowcast.workloads.genomics.models.combined import Combined
+from narrowcast.workloads.genomics.models.linear import Linear
 from narrowcast.workloads.genomics.models.model import Network
 from narrowcast.workloads.genomics.network_info import (
+    LINEAR_WEIGHTS,
     NetworkInfo,
     load_into,
     read_network_info,
@@ -47,6 +51,8 @@ class Finished:
     target: Target
     network: Network
     device: torch.device
+    combined: Combined
+    """The network of both strands, and the linear model beside it."""
     prepared: Prepared | None
     """None for plain fp32."""
 
@@ -78,7 +84,7 @@ class Finished:
         there = on(self.device, batch)
         try:
             with torch.no_grad(), self.autocast():
-                result = self.network(there["tokens"], there["mask"], there.get("alternative"))
+                result = self.combined(there["tokens"], there["mask"], there.get("alternative"))
             answer: Tensor = result.float().cpu()
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -134,9 +140,35 @@ def finished(name: str, *, device: str = "auto", policy: str = "fp32") -> Finish
         tokenizer=tokenizer,
         target=target,
         network=network,
+        combined=_combined(stored, folder, network, tokenizer, location),
         device=location,
         prepared=prepared,
     )
+
+
+def _combined(
+    stored: NetworkInfo, folder: Path, network: Network, tokenizer: Tokenizer, device: torch.device
+) -> Combined:
+    """Return what predicts: the network, and what genomics.json says is beside it."""
+    linear = None
+    if stored.linear is not None:
+        weights = read_weights(folder, LINEAR_WEIGHTS)
+        linear = Linear(stored.linear, weights["bias"].numel())
+        own = linear.state_dict()
+        if {key: value.shape for key, value in own.items()} != {
+            key: value.shape for key, value in weights.items()
+        }:
+            raise CheckpointError(
+                f"{shown_path(folder / LINEAR_WEIGHTS)} does not match genomics.json. Restore both "
+                "from a copy."
+            )
+        linear.load_state_dict(weights)
+    complement = None
+    if stored.both_strands:
+        assert tokenizer.complement is not None
+        complement = torch.from_numpy(tokenizer.complement)
+    combined = Combined(network, linear=linear, mix=stored.mix, complement=complement)
+    return combined.to(device).eval()
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

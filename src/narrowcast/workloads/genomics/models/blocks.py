@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.hyena import HyenaOperator
 
@@ -107,6 +108,8 @@ def _mixer(config: GenomicConfig, index: int) -> HyenaOperator | Attention | Con
             return Convolution(
                 config.width, kernel=config.kernel, dilation=dilation, causal=config.causal
             )
+        case "motif":
+            raise ConfigError("backbone=motif has no blocks of this kind. Build a MotifModel.")
 
 
 def _turned(heads: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from narrowcast.errors import ConfigError
 
-Backbone = Literal["hyena", "attention", "cnn"]
+Backbone = Literal["hyena", "attention", "cnn", "motif"]
 Patching = Literal["none", "static", "entropy"]
 
 
@@ -28,7 +28,14 @@ class GenomicConfig:
     heads: int | None = None
     """Attention heads; None: one per 64 of the width."""
     kernel: int = 9
-    """Taps of CNN convolutions."""
+    """Taps of CNN convolutions, and of motif filters."""
+    pooling: int = 1
+    """Letters per hidden state of a motif network."""
+    window_start: int = 0
+    window_end: int = 0
+    """Letters that a motif network reads; all of them if the end is 0."""
+    aligned: bool = False
+    """Whether all sequences have one length, so that a position means the same in each."""
     patching: Patching = "none"
     patch_size: int = 4
     """Letters per static patch."""
@@ -56,6 +63,11 @@ class GenomicConfig:
         if self.backbone == "attention" and self.width % (2 * self.head_count):
             raise ConfigError(
                 f"width must split into {self.head_count} heads of an even width, got {self.width}."
+            )
+        if not 0 <= self.window_start <= self.window_end or self.pooling < 1:
+            raise ConfigError(
+                "window_start must be 0 or more and at most window_end, and pooling 1 or more, got "
+                f"{self.window_start}, {self.window_end} and {self.pooling}."
             )
         if not 1 <= self.min_patch <= self.max_patch:
             raise ConfigError(

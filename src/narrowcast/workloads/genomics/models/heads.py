@@ -8,13 +8,17 @@ from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError
 
-Pool = Literal["mean", "max", "cls", "attention", "position"]
+Pool = Literal["mean", "max", "cls", "attention", "position", "all"]
 NARROWER = 4
 """Factor by which states are narrowed for pool=position."""
 
 
 class SequenceHead(nn.Module):
-    """Pooling and an MLP; `position` has weights per position, for aligned sequences."""
+    """Pooling and an MLP.
+
+    `position` has weights per position, for aligned sequences. `all` is max and mean together, and
+    position if there is a length.
+    """
 
     def __init__(
         self,
@@ -32,10 +36,12 @@ class SequenceHead(nn.Module):
             )
         self.pool, self.length = pool, length
         narrow = max(width // NARROWER, 1)
-        self.narrow = nn.Linear(width, narrow, bias=False) if pool == "position" else None
-        self.position = nn.Linear(length * narrow, width) if pool == "position" else None
+        placed = pool == "position" or (pool == "all" and length > 0)
+        self.narrow = nn.Linear(width, narrow, bias=False) if placed else None
+        self.position = nn.Linear(length * narrow, width) if placed else None
         self.query = nn.Linear(width, 1, bias=False) if pool == "attention" else None
-        self.hidden = nn.Linear(width, width)
+        parts = 2 + placed if pool == "all" else 1
+        self.hidden = nn.Linear(parts * width, width)
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(width, classes)
 
@@ -46,19 +52,35 @@ class SequenceHead(nn.Module):
         return out
 
     def pooled(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return one vector per sequence, (rows, width)."""
+        """Return one vector per sequence, (rows, width); wider with pool=all."""
         if mask is None:
             mask = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
         real = mask[..., None]
-        if self.narrow is not None and self.position is not None:
-            stored = (self.narrow(hidden) * real)[:, : self.length]
-            missing = self.length - stored.shape[1]
-            placed: Tensor = self.position(F.pad(stored, (0, 0, 0, missing)).flatten(1))
-            return placed
-        if self.pool == "cls":
-            return hidden[:, 0]
-        if self.pool == "max":
-            return hidden.masked_fill(~real, torch.finfo(hidden.dtype).min).amax(1)
+        match self.pool:
+            case "position":
+                return self._placed(hidden, real)
+            case "cls":
+                return hidden[:, 0]
+            case "max":
+                return _largest(hidden, real)
+            case "all":
+                parts = [_largest(hidden, real), self._weighted(hidden, real)]
+                if self.position is not None:
+                    parts.append(self._placed(hidden, real))
+                return torch.cat([part.to(hidden.dtype) for part in parts], 1)
+            case _:
+                return self._weighted(hidden, real)
+
+    def _placed(self, hidden: Tensor, real: Tensor) -> Tensor:
+        assert self.narrow is not None
+        assert self.position is not None
+        stored = (self.narrow(hidden) * real)[:, : self.length]
+        missing = self.length - stored.shape[1]
+        placed: Tensor = self.position(F.pad(stored, (0, 0, 0, missing)).flatten(1))
+        return placed
+
+    def _weighted(self, hidden: Tensor, real: Tensor) -> Tensor:
+        """Return the mean, or with pool=attention the mean by learned weights."""
         if self.query is None:
             weights = real.to(_wide(hidden.dtype))
             weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
@@ -66,6 +88,10 @@ class SequenceHead(nn.Module):
             scores = self.query(hidden).to(_wide(hidden.dtype))
             weights = scores.masked_fill(~real, torch.finfo(scores.dtype).min).softmax(1)
         return (hidden * weights).sum(1)
+
+
+def _largest(hidden: Tensor, real: Tensor) -> Tensor:
+    return hidden.masked_fill(~real, torch.finfo(hidden.dtype).min).amax(1)
 
 
 class TokenHead(nn.Module):

@@ -9,6 +9,7 @@ from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.models.blocks import Block
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.heads import SequenceHead
+from narrowcast.workloads.genomics.models.motif import MotifModel
 from narrowcast.workloads.genomics.models.patches import (
     ByteLM,
     PatchBack,
@@ -48,7 +49,7 @@ class GenomicModel(nn.Module):
         """Return hidden states, (rows, length, width), which do not depend on padding."""
         if not self.config.reverse_complement:
             return self._states(tokens, mask)
-        places = _reversed_places(tokens, mask)
+        places = reversed_places(tokens, mask)
         other = self.complement[tokens.gather(1, places)]
         masks = None if mask is None else torch.cat([mask, mask])
         strand, opposite = self._states(torch.cat([tokens, other]), masks).chunk(2)
@@ -105,7 +106,7 @@ def _complement_table(config: GenomicConfig, complement: Sequence[int] | None) -
     return table
 
 
-def _reversed_places(tokens: Tensor, mask: Tensor | None) -> Tensor:
+def reversed_places(tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Return the source index of each token in the reversed row; padding stays."""
     rows, length = tokens.shape
     location = torch.arange(length, device=tokens.device).expand(rows, length)
@@ -118,13 +119,15 @@ def _reversed_places(tokens: Tensor, mask: Tensor | None) -> Tensor:
 class Network(nn.Module):
     """A backbone with a head; for pairs the head sees the difference and the alternative."""
 
-    def __init__(self, backbone: GenomicModel, head: nn.Module) -> None:
+    def __init__(self, backbone: GenomicModel | MotifModel, head: nn.Module) -> None:
         super().__init__()
         self.backbone, self.head = backbone, head
 
     def forward(
         self, tokens: Tensor, mask: Tensor | None = None, alternative: Tensor | None = None
     ) -> Tensor:
+        if isinstance(self.backbone, MotifModel) and mask is None:
+            mask = torch.ones_like(tokens, dtype=torch.bool)
         if alternative is None:
             hidden = self.backbone(tokens, mask)
         else:
@@ -132,6 +135,8 @@ class Network(nn.Module):
             before, after = self.backbone(torch.cat([tokens, alternative]), known).chunk(2)
             hidden = torch.cat([after - before, after], -1)
         head = self.head
+        if isinstance(self.backbone, MotifModel) and mask is not None:
+            mask = self.backbone.pooled_mask(mask)
         out: Tensor = head(hidden, mask) if isinstance(head, SequenceHead) else head(hidden)
         return out
 

@@ -12,7 +12,7 @@ from narrowcast.runs import Record, ReportSection, RunFolder, TaskInfo, strict_j
 from narrowcast.runs.report_drawing import COLOURS, colour, legend
 from narrowcast.runs.strict_json import NONFINITE
 from narrowcast.workloads.genomics.report import pictures
-from narrowcast.workloads.genomics.results import FILE
+from narrowcast.workloads.genomics.results import FILE, verdict
 from narrowcast.workloads.genomics.sequences.operations import gc
 
 LARGEST = 2**24
@@ -28,7 +28,7 @@ LONGEST_NAME = 32
 """Maximum letters of a class name in a table."""
 
 
-def _measures_table(sets: Sets, info: TaskInfo) -> str:
+def _measures_table(sets: Sets, info: TaskInfo, *, counted: bool = True) -> str:
     """Return a table of metrics, one column per set, in the order of the task."""
     if not sets:
         return ""
@@ -48,8 +48,8 @@ def _measures_table(sets: Sets, info: TaskInfo) -> str:
         rows.append(f'<tr><th scope="row">{escape(_spoken(name))}</th>{"".join(cells)}</tr>')
     counts = {name: int(each["rows"]) for name, each in sets.items()}
     heads = "".join(
-        f'<th scope="col" class="number">{escape(name)}, {count:,} '
-        f"{'row' if count == 1 else 'rows'}</th>"
+        f'<th scope="col" class="number">{escape(name)}'
+        f"{f', {count:,} row' + 's' * (count != 1) if counted else ''}</th>"
         for name, count in counts.items()
     )
     return (
@@ -162,6 +162,30 @@ def _last(sets: Sets, key: str) -> tuple[str, Any] | None:
     return there[-1] if there else None
 
 
+def _beside(sets: Sets, info: TaskInfo) -> str:
+    """Return the metrics beside those of the baselines, the last set at the top."""
+    there = {name: message["beside"] for name, message in sets.items() if message.get("beside")}
+    parts = []
+    for name, beside in reversed(there.items()):
+        measured = {row: {"measured": each, "rows": sets[name]["rows"]}
+                    for row, each in beside["rows"].items()}  # fmt: skip
+        parts.append(f"<h3>{escape(name.capitalize())}</h3>")
+        parts.append(f"<p><strong>{escape(sentence(beside))}.</strong></p>")
+        parts.append(_measures_table(measured, info, counted=False))
+    note = (
+        "Baselines are logistic regressions (ridge regressions for values) on the same training "
+        "data. The validation data selects their penalty, the baseline that counts, and the "
+        "weights of network and linear model. The interval is a bootstrap over sequences."
+    )
+    return "".join(parts) + _noted(note) if parts else ""
+
+
+def sentence(beside: Mapping[str, Any]) -> str:
+    """Return the verdict as a sentence that begins in upper case."""
+    text = verdict(beside)
+    return text[:1].upper() + text[1:]
+
+
 def _confusion(sets: Sets, info: TaskInfo) -> str:
     def draw(message: Mapping[str, Any]) -> str:
         return _confusion_table(message["confusion"]["classes"], message["confusion"]["counts"])
@@ -271,6 +295,7 @@ def _written(sets: Sets, info: TaskInfo) -> str:
 
 DRAWN: Mapping[str, Callable[[Sets, TaskInfo], str]] = {
     "Metrics": _measures_table,
+    "Baselines": _beside,
     "Confusion matrix": _confusion,
     "Precision-recall curve": _curves,
     "Predicted and true values": _cloud,
