@@ -13,6 +13,7 @@ from narrowcast.genomics import (
     GenomeAnnotation,
     GenomeGeneration,
     ProteinFunction,
+    SequenceClassification,
     VariantEffect,
 )
 from narrowcast.precision.plan.tasks import TASKS
@@ -25,7 +26,10 @@ from narrowcast.workloads.genomics.settings import (
     Tuning,
 )
 
-TUNERS = (GenomeAnnotation, VariantEffect, ProteinFunction, GenomeGeneration, DomainAdaptation)
+TUNERS = (
+    GenomeAnnotation, VariantEffect, ProteinFunction, GenomeGeneration, DomainAdaptation,
+    SequenceClassification,
+)  # fmt: skip
 SMALL = {
     "epochs": None, "steps": 8, "batch_size": 8, "width": 16, "layers": 1, "device": "cpu",
     "eval.every": 0, "eval.keep_best": False, "eval.patience": 0,

@@ -189,6 +189,13 @@ class GenomeAnnotation(FineTuner):
     from_base: ClassVar = {"optimizer.lr": 3e-5, "data.max_length": 8192}
 
 
+class SequenceClassification(FineTuner):
+    """Predict a class, labels or a number for a sequence, beside a linear baseline."""
+
+    recipe, task, dropout = "classify", "classify", 0.2
+    from_base: ClassVar = {"optimizer.lr": 2e-4}
+
+
 class VariantEffect(FineTuner):
     """Predict the effect of a variant from the sequence without and with it."""
 

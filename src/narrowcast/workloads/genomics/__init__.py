@@ -6,7 +6,7 @@ from narrowcast.config.workload import Command, Workload
 
 WORKLOAD = Workload(
     name="genomics",
-    about="DNA, RNA and protein: pretraining, and fine-tuning for five tasks",
+    about="DNA, RNA and protein: classification, pretraining, and fine-tuning for five tasks",
     sections="narrowcast.workloads.genomics.settings:SECTIONS",
     task="narrowcast.workloads.genomics.task:build_task",
     report="narrowcast.workloads.genomics.report.sections:sections",
