@@ -92,7 +92,8 @@ def takes_text(value: object, annotation: object) -> bool:
     kinds = {get_origin(option) or option for option in options}
     sequence = isinstance(value, list) and bool(kinds & {list, tuple, set, frozenset, Sequence})
     mapping = isinstance(value, dict) and bool(kinds & {dict, Mapping})
-    return text and not (sequence or mapping or type(value) in kinds)
+    number = type(value) is int and float in kinds
+    return text and not (sequence or mapping or number or type(value) in kinds)
 
 
 def entry_type(annotation: object) -> object | None:

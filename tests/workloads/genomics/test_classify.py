@@ -118,6 +118,7 @@ def test_a_network_can_predict_alone(baseline, tmp_path):
     ("recipe", "words", "match"),
     [
         ("classify", ["data.tokenizer=kmer", "data.mutate=0"], "data.tokenizer must be byte"),
+        ("classify", ["data.mutate=0.5", "data.tokenizer=kmer"], "Write tokenizer=byte"),
         ("classify", ["model.patching=static"], "model.patching is not supported"),
         ("annotation", ["model.backbone=motif"], "no state per letter"),
         ("variant_effect", ["model.backbone=auto"], "only for classify"),
