@@ -223,7 +223,7 @@ def train(task: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         "train": len(parts["train"]),
         "policy": policy,
         "seconds": round(time.monotonic() - began, 1),
-        **{part: each["beside"] for part, each in judged.items()},
+        **{part: each["comparison"] for part, each in judged.items()},
     }
 
 

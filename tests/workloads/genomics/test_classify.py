@@ -63,7 +63,7 @@ def test_what_is_judged_at_the_end_is_what_was_judged_before(run):
 
 def test_a_result_stands_beside_its_baselines(run):
     home, _, _, sets = run
-    beside = sets["test"]["beside"]
+    beside = sets["test"]["comparison"]
     names = list(beside["rows"])
     assert names[:2] == ["network and linear model", "network alone"]
     assert names[2].startswith("k-mers up to")
@@ -108,7 +108,7 @@ def test_a_network_can_predict_alone(baseline, tmp_path):
     table(tmp_path / "rows.csv", 120, value=True)
     words = ("objective.target=value", f"objective.baseline={baseline}", "steps=3")
     _, sets = trained(tmp_path / "run", f"data.path={tmp_path}/rows.csv", *words)
-    assert ("beside" in sets["test"]) is (baseline == "compared")
+    assert ("comparison" in sets["test"]) is (baseline == "compared")
     assert not (tmp_path / "run/linear.safetensors").exists()
     info, _ = read_network_info(str(tmp_path / "run"))
     assert (info.linear, info.mix) == (None, (1.0, 0.0))

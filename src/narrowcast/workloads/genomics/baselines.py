@@ -176,12 +176,12 @@ def _counts(features: Features, examples: Examples) -> Matrix:
     """Return how often each row has each feature."""
     parts = []
     for batch in examples.batches(READ_ROWS):
-        found = features.indices(batch["tokens"])
-        row = torch.arange(len(found))[:, None].expand_as(found)
-        known = found < features.size
-        place = row[known].numpy(), found[known].numpy()
+        indices = features.indices(batch["tokens"])
+        row = torch.arange(len(indices))[:, None].expand_as(indices)
+        known = indices < features.size
+        place = row[known].numpy(), indices[known].numpy()
         ones = np.ones(len(place[0]), dtype=np.float32)
-        parts.append(sparse.csr_matrix((ones, place), shape=(len(found), features.size)))
+        parts.append(sparse.csr_matrix((ones, place), shape=(len(indices), features.size)))
     return sparse.vstack(parts).tocsr()
 
 

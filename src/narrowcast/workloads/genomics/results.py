@@ -94,7 +94,7 @@ class Classified:
             return {}
         message = compare(truth, ours, self.baselines[best], target)
         metric = target.metrics[0].name
-        return {"beside": {"rows": rows, "metric": metric, "best": best, **message}}
+        return {"comparison": {"rows": rows, "metric": metric, "best": best, **message}}
 
 
 def classified(
@@ -131,17 +131,19 @@ def classified(
 def verdicts(folder: Path) -> list[str]:
     """Return how each evaluated set compares with its baseline, for the terminal."""
     sets = RunFolder(folder).read_json(FILE)
-    return [f"{name}: {verdict(each['beside'])}" for name, each in sets.items() if "beside" in each]
+    compared = {name: each["comparison"] for name, each in sets.items() if "comparison" in each}
+    return [f"{name}: {verdict(comparison)}" for name, comparison in compared.items()]
 
 
-def verdict(beside: Mapping[str, Any]) -> str:
+def verdict(comparison: Mapping[str, Any]) -> str:
     """Return a comparison with the baseline as a sentence."""
     value, its, gain, low, high = (
-        float(beside[key]) for key in ("value", "baseline", "gain", "low", "high")
+        float(comparison[key]) for key in ("value", "baseline", "gain", "low", "high")
     )
     return (
-        f"{beside['verdict']} the baseline ({beside['best']}): {beside['metric']} {value:.4f} "
-        f"against {its:.4f}, difference {gain:+.4f} (95 % interval {low:+.4f} to {high:+.4f})"
+        f"{comparison['verdict']} the baseline ({comparison['best']}): {comparison['metric']} "
+        f"{value:.4f} against {its:.4f}, difference {gain:+.4f} "
+        f"(95 % interval {low:+.4f} to {high:+.4f})"
     )
 
 

@@ -61,7 +61,7 @@ def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
     parts = _split(data, objective, seed=seed, skipped=skipped)
     _check_different(parts, data)
     notes = [skipped.note] if skipped.note else []
-    notes += [*_leave_out_judged(parts), *_shared_sites(parts)]
+    notes += [*_leave_out_judged(parts, objective), *_shared_sites(parts)]
     _check_pairs(parts)
     classes = _classes(parts, objective)
     if data.path != MADE and classes:
@@ -173,7 +173,7 @@ def _shown_part(part: str) -> str:
     return "training" if part == "train" else part
 
 
-def _leave_out_judged(parts: Parts) -> Iterator[str]:
+def _leave_out_judged(parts: Parts, objective: Objective) -> Iterator[str]:
     """Drop training rows that are also held out; yield notes with their number."""
     judged = [row for part in ("validation", "test") for row in parts.get(part, ())]
     for part in ("train", "source"):
@@ -181,6 +181,8 @@ def _leave_out_judged(parts: Parts) -> Iterator[str]:
         if dropped := len(parts.get(part, [])) - len(stored):
             parts[part] = stored
             yield f"left out {dropped:,} {_shown_part(part)} sequences that are also held out"
+    if objective.task != "classify":
+        return
     stored = without(parts["validation"], parts.get("test", []))
     if dropped := len(parts["validation"]) - len(stored):
         parts["validation"] = stored

@@ -46,11 +46,11 @@ class Features:
             letters = letters[:, : self.length]
             places = torch.arange(letters.shape[1], device=letters.device) * self.letters
             return torch.where(letters < 0, self.size, letters + places)
-        found, start = [], 0
+        kmers, start = [], 0
         for k in range(1, self.k + 1):
-            found.append(self._kmers(letters, k, start))
+            kmers.append(self._kmers(letters, k, start))
             start += self.letters**k
-        return torch.cat(found, 1)
+        return torch.cat(kmers, 1)
 
     def _kmers(self, letters: Tensor, k: int, start: int) -> Tensor:
         """Return the numbers of all k-mers of length `k`, which begin at `start`."""
@@ -88,6 +88,6 @@ class Linear(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return (rows, outputs) in fp32."""
         with torch.autocast(tokens.device.type, enabled=False):
-            found = self.features.indices(tokens)
-            out: Tensor = F.embedding_bag(found, self.weight, mode="sum") + self.bias
+            rows = self.features.indices(tokens)
+            out: Tensor = F.embedding_bag(rows, self.weight, mode="sum") + self.bias
         return out

@@ -26,8 +26,8 @@ class MotifBlock(nn.Module):
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
         """Return (rows, channels, length); what is not `real` is 0."""
-        found = self.norm(self.convolution(x).transpose(1, 2)).transpose(1, 2)
-        out: Tensor = x + self.dropout(F.relu(found)) * real
+        update = self.norm(self.convolution(x).transpose(1, 2)).transpose(1, 2)
+        out: Tensor = x + self.dropout(F.relu(update)) * real
         return out
 
 

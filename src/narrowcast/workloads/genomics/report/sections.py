@@ -162,15 +162,17 @@ def _last(sets: Sets, key: str) -> tuple[str, Any] | None:
     return there[-1] if there else None
 
 
-def _beside(sets: Sets, info: TaskInfo) -> str:
+def _baseline_tables(sets: Sets, info: TaskInfo) -> str:
     """Return the metrics beside those of the baselines, the last set at the top."""
-    there = {name: message["beside"] for name, message in sets.items() if message.get("beside")}
+    there = {
+        name: message["comparison"] for name, message in sets.items() if message.get("comparison")
+    }
     parts = []
-    for name, beside in reversed(there.items()):
+    for name, comparison in reversed(there.items()):
         measured = {row: {"measured": each, "rows": sets[name]["rows"]}
-                    for row, each in beside["rows"].items()}  # fmt: skip
+                    for row, each in comparison["rows"].items()}  # fmt: skip
         parts.append(f"<h3>{escape(name.capitalize())}</h3>")
-        parts.append(f"<p><strong>{escape(sentence(beside))}.</strong></p>")
+        parts.append(f"<p><strong>{escape(sentence(comparison))}.</strong></p>")
         parts.append(_measures_table(measured, info, counted=False))
     note = (
         "Baselines are logistic regressions (ridge regressions for values) on the same training "
@@ -180,9 +182,9 @@ def _beside(sets: Sets, info: TaskInfo) -> str:
     return "".join(parts) + _noted(note) if parts else ""
 
 
-def sentence(beside: Mapping[str, Any]) -> str:
+def sentence(comparison: Mapping[str, Any]) -> str:
     """Return the verdict as a sentence that begins in upper case."""
-    text = verdict(beside)
+    text = verdict(comparison)
     return text[:1].upper() + text[1:]
 
 
@@ -295,7 +297,7 @@ def _written(sets: Sets, info: TaskInfo) -> str:
 
 DRAWN: Mapping[str, Callable[[Sets, TaskInfo], str]] = {
     "Metrics": _measures_table,
-    "Baselines": _beside,
+    "Baselines": _baseline_tables,
     "Confusion matrix": _confusion,
     "Precision-recall curve": _curves,
     "Predicted and true values": _cloud,
