@@ -128,9 +128,8 @@ def classified(
     )
 
 
-def verdicts(folder: Path) -> list[str]:
+def verdicts(sets: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return how each evaluated set compares with its baseline, for the terminal."""
-    sets = RunFolder(folder).read_json(FILE)
     compared = {name: each["comparison"] for name, each in sets.items() if "comparison" in each}
     return [f"{name}: {verdict(comparison)}" for name, comparison in compared.items()]
 

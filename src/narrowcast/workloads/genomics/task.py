@@ -1,7 +1,7 @@
 """The genomics task: training loss, parameter groups, evaluation and results."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -54,6 +54,8 @@ class Genomic:
     recipe: Recipe
     parts: Parts
     device: torch.device
+    verdict_lines: list[str] = field(default_factory=list)
+    """How the results compare with the baselines, once they are written."""
 
     def task(self) -> Task:
         """Return the task for the trainer."""
@@ -72,7 +74,7 @@ class Genomic:
             loss_terms=target.count if target.per_letter else None,
             parameter_groups=self.parameter_groups,
             write_results=self.write_results,
-            summary=verdicts if self.parts.baselines is not None else None,
+            summary=lambda: self.verdict_lines,
         )
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
@@ -217,6 +219,7 @@ class Genomic:
         best = parts.baselines.best.name if parts.baselines is not None else ""
         pictures = {name: result.table(target, best) for name, result in results.items()}
         write_judged(folder, parts, {name: each.judged for name, each in results.items()}, pictures)
+        self.verdict_lines[:] = verdicts(pictures)
 
     def digest(self) -> str:
         """Return a fingerprint of all data."""
