@@ -103,6 +103,14 @@ def pretrain(ctx: click.Context, overrides: tuple[str, ...], out: str | None, qu
     help="Column with the sequence that has the variant.",
 )
 @click.option("--name", help="Column with the name.  [default: row number]")
+@click.option(
+    "--weights",
+    "weights_format",
+    type=click.Choice(["full", "e4m3"]),
+    default="full",
+    show_default=True,
+    help="Store the weights of linear layers in e4m3, one byte each; prints the error.",
+)
 def predict(run: str, file: str, reference: str | None, output: str, **options: Any) -> None:
     """Predict for every sequence in FILE with a finished RUN, and write a table.
 
@@ -120,7 +128,14 @@ def predict(run: str, file: str, reference: str | None, output: str, **options: 
     )
     from narrowcast.workloads.genomics.inference.reading import Columns, Reader
 
-    requested = finished(run, device=options["device"], policy=options["policy"])
+    requested = finished(
+        run,
+        device=options["device"],
+        policy=options["policy"],
+        weights_format=options["weights_format"],
+    )
+    if requested.quantization_note:
+        click.echo(requested.quantization_note, err=True)
     require_target(requested, writes=False, instead="Use `genomics generate` or `genomics score`.")
     along = requested.target.per_letter
     kind = format_named(options["kind"], output, along=along)

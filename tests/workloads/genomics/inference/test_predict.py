@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from narrowcast.cli.entry import run_command
+from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.inference.finished import finished as loaded
 from narrowcast.workloads.genomics.inference.predict import Prediction, intervals, lines
 from narrowcast.workloads.genomics.targets import EveryLetter
@@ -128,3 +129,24 @@ def test_features_of_one_strand_are_written_as_they_are_read(kind, column):
     features = [line.split("\t") for line in lines([found], target, kind) if "chr1" in line]
     assert [row[column].strip() for row in features] == ["-", "+", "."]
     assert [row[2 if kind == "gff" else 3] for row in features] == ["gene", "gene", "+"]
+
+
+def test_weights_in_e4m3_predict_as_their_dequantised_values(finished):
+    name = str(finished("values"))
+    quantised = loaded(name, device="cpu", weights_format="e4m3")
+    records = [Row(sequence=text, alternative="") for text in ("ACGTACGT", "TTTTGGGG", "ACCA")]
+    outputs, _ = quantised.answers(records)
+    plain = loaded(name, device="cpu")
+    assert not torch.equal(outputs, plain.answers(records)[0])
+    layers = dict(quantised.network.named_modules())
+    with torch.no_grad():
+        for layer in quantised.snr_db:
+            weight = plain.network.get_parameter(f"{layer}.weight")
+            scale = weight.abs().amax(1, keepdim=True)
+            restored = layers[layer].weight.float()
+            # e4m3 has 3 bits after the leading one.
+            assert ((restored - weight).abs() <= weight.abs() / 16 + scale * 2**-9).all()
+            weight.copy_(restored)
+    torch.testing.assert_close(plain.answers(records)[0], outputs, rtol=1e-5, atol=1e-5)
+    assert "linear layers in e4m3: signal-to-noise ratio" in quantised.quantization_note
+    assert plain.quantization_note == ""

@@ -11,7 +11,12 @@ import narrowcast as nc
 from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
 from narrowcast.workloads.genomics.models.heads import NextTokenHead, SequenceHead
-from narrowcast.workloads.genomics.models.model import GenomicModel
+from narrowcast.workloads.genomics.models.model import (
+    GenomicModel,
+    _Continuation,
+    choose,
+    generate,
+)
 from narrowcast.workloads.genomics.models.patches import ByteLM, threshold_for
 
 BACKBONES = ("hyena", "attention", "cnn")
@@ -184,3 +189,29 @@ def test_impossible_shapes_are_refused(wrong, told):
 def test_complements_that_are_none_are_refused(table):
     with pytest.raises(ConfigError, match="complement"):
         GenomicModel(config_of("hyena", reverse_complement=True), table)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("prompt", [1, 2, 9])
+def test_cached_states_are_those_of_the_whole_sequence(order, prompt):
+    model = model_of("hyena", causal=True, order=order).double().eval()
+    tokens = torch.randint(8, (2, prompt + 7), generator=torch.Generator().manual_seed(3))
+    continuation = _Continuation(model, room=7)
+    for end in range(prompt, prompt + 8):
+        with torch.no_grad():
+            expected = model(tokens[:, :end])[:, -1:]
+            states = continuation.read(tokens[:, :end])
+        torch.testing.assert_close(states, expected, rtol=0, atol=1e-10)
+
+
+def test_a_hyena_generates_what_it_would_without_states():
+    torch.manual_seed(0)
+    model, head = model_of("hyena", causal=True).double().eval(), NextTokenHead(32, 8).double()
+    begun = torch.tensor([[3, 4, 5], [6, 3, 3]])
+    written = generate(model, head, begun, count=12, generator=torch.Generator().manual_seed(1))
+    generator, expected = torch.Generator().manual_seed(1), begun
+    with torch.no_grad():
+        for _ in range(12):
+            logits = head(model(expected)[:, -1])
+            expected = torch.cat([expected, choose(logits, generator=generator)], 1)
+    assert torch.equal(written, expected)

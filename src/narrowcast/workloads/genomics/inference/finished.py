@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
@@ -15,6 +15,7 @@ from narrowcast.errors import CheckpointError, ConfigError, DivergedError, Unsup
 from narrowcast.hardware import detect_hardware
 from narrowcast.precision.plan.policy import PRESETS, policy_from
 from narrowcast.precision.step.prepared import Prepared, prepare
+from narrowcast.precision.weights.frozen_base import quantize_frozen
 from narrowcast.workloads.genomics.build import make_network
 from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged, on
 from narrowcast.workloads.genomics.data.rows import Row
@@ -55,6 +56,20 @@ class Finished:
     """The network of both strands, and the linear model beside it."""
     prepared: Prepared | None
     """None for plain fp32."""
+    snr_db: dict[str, float] = field(default_factory=dict)
+    """Signal-to-noise ratio of each weight in e4m3, if they are."""
+
+    @property
+    def quantization_note(self) -> str:
+        """What quantization lost, as a sentence; empty without it."""
+        if not self.snr_db:
+            return ""
+        worst = min(self.snr_db, key=lambda name: self.snr_db[name])
+        mean = sum(self.snr_db.values()) / len(self.snr_db)
+        return (
+            f"weights of {len(self.snr_db)} linear layers in e4m3: signal-to-noise ratio "
+            f"{mean:.1f} dB on average, {self.snr_db[worst]:.1f} dB in {worst}"
+        )
 
     @property
     def alphabet(self) -> Alphabet:
@@ -104,8 +119,10 @@ class Finished:
         return answer
 
 
-def finished(name: str, *, device: str = "auto", policy: str = "fp32") -> Finished:
-    """Load a finished run from its folder."""
+def finished(
+    name: str, *, device: str = "auto", policy: str = "fp32", weights_format: str = "full"
+) -> Finished:
+    """Load a finished run from its folder; `weights_format` e4m3 stores linear layers in 8 bits."""
     requested = policy_from(policy)
     location = torch.device(detect_hardware(device).device)
     stored, folder = read_network_info(name)
@@ -129,6 +146,10 @@ def finished(name: str, *, device: str = "auto", policy: str = "fp32") -> Finish
     network = make_network(stored, tokenizer, target, seed=0, device=location)
     load_into(network, weights, head=True)
     network.eval()
+    snr_db: dict[str, float] = {}
+    if weights_format == "e4m3":
+        network.requires_grad_(False)
+        snr_db = quantize_frozen(network)
     prepared = None
     if requested != PRESETS["fp32"]:
         # A policy is of training, so there is an optimizer; nothing moves it.
@@ -142,6 +163,7 @@ def finished(name: str, *, device: str = "auto", policy: str = "fp32") -> Finish
         network=network,
         combined=_combined(stored, folder, network, tokenizer, location),
         device=location,
+        snr_db=snr_db,
         prepared=prepared,
     )
 

@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +119,46 @@ class HyenaOperator(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(width, width)
 
+    def start(self, x: Tensor, room: int) -> tuple[Tensor, "HyenaState"]:
+        """Return the output of causal `x`, and the state to continue it by `room` letters."""
+        projected = self.project(x)
+        last, *gates, value = self.short(projected).chunk(self.order + 1, dim=1)
+        length = x.shape[1]
+        filters, gated = self.filter(length + room), list[Tensor]()
+        for index, gate in enumerate(reversed(gates)):
+            gated.append(F.pad(gate * value, (0, room)))
+            value = gated_convolution(
+                value,
+                filters[index],
+                bias=self.filter.bias[index],
+                before=gate,
+                after=last if index == len(gates) - 1 else None,
+                method=self.method,
+            )
+        recent = F.pad(projected, (0, 0, SHORT - 1, 0))[:, -(SHORT - 1) :]
+        state = HyenaState(recent=recent, gated=gated, filters=filters.flip(-1), length=length)
+        out: Tensor = self.out(value.transpose(1, 2))
+        return out, state
+
+    def step(self, x: Tensor, state: "HyenaState") -> Tensor:
+        """Return the output of the next letter, (rows, 1, width), and move the state on by it."""
+        window = torch.cat([state.recent, self.project(x)], 1)
+        state.recent = window[:, 1:]
+        short = (window * self.short.weight.t()).sum(1) + self.short.bias
+        last, *gates, value = short.chunk(self.order + 1, dim=1)
+        at = state.length
+        for index, gate in enumerate(reversed(gates)):
+            value = gate * value
+            state.gated[index][..., at] = value
+            # Flipped filters end at lag 0.
+            taps = state.filters[index, :, state.filters.shape[-1] - at - 1 :]
+            past = state.gated[index][..., : at + 1].to(taps.dtype)
+            convolved = (past * taps).sum(-1) + self.filter.bias[index] * value
+            value = convolved.to(value.dtype)
+        state.length += 1
+        out: Tensor = self.out((last * value)[:, None])
+        return out
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         projected = self.project(x)
         if mask is not None:
@@ -138,6 +179,20 @@ class HyenaOperator(nn.Module):
             )
         out: Tensor = self.out(value.transpose(1, 2))
         return out
+
+
+@final
+@dataclass(kw_only=True)
+class HyenaState:
+    """What a causal operator has read, for the letters that follow."""
+
+    recent: Tensor
+    """Projections of the last letters, which the short convolution reads."""
+    gated: list[Tensor]
+    """Inputs of each long convolution, (rows, width, letters), with room for more."""
+    filters: Tensor
+    """Filters, from the longest lag to 0."""
+    length: int
 
 
 class ShortConvolution(nn.Module):

@@ -9,6 +9,7 @@ from narrowcast.errors import ConfigError
 from narrowcast.workloads.genomics.models.blocks import Block
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.heads import SequenceHead
+from narrowcast.workloads.genomics.models.hyena import HyenaOperator, HyenaState
 from narrowcast.workloads.genomics.models.motif import MotifModel
 from narrowcast.workloads.genomics.models.patches import (
     ByteLM,
@@ -145,6 +146,45 @@ class Network(nn.Module):
         return [*self.backbone.stages(), self.head]
 
 
+def _cached(model: nn.Module) -> bool:
+    """Return whether a model can continue from states: causal Hyena over single letters."""
+    if not isinstance(model, GenomicModel):
+        return False
+    config = model.config
+    return config.backbone == "hyena" and config.causal and config.patching == "none"
+
+
+class _Continuation:
+    """Hidden states of the last letter, computed once for each letter."""
+
+    def __init__(self, model: nn.Module, room: int) -> None:
+        self.model, self.room = model, room
+        self.states = list[HyenaState]()
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Return the states of the last letter, (rows, 1, width)."""
+        model = self.model
+        if not _cached(model):
+            out: Tensor = model(tokens)[:, -1:]
+            return out
+        assert isinstance(model, GenomicModel)
+        started = bool(self.states)
+        x = model.embed(tokens[:, -1:] if started else tokens)
+        for index, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
+            assert isinstance(block.mixer, HyenaOperator)
+            inputs = block.mixer_norm(x)
+            if started:
+                mixed = block.mixer.step(inputs, self.states[index])
+            else:
+                mixed, state = block.mixer.start(inputs, self.room)
+                self.states.append(state)
+            x = x + mixed
+            x = x + block.mlp(block.mlp_norm(x))
+        normed: Tensor = model.norm(x[:, -1:])
+        return normed
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -158,12 +198,16 @@ def generate(
     allowed: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return `tokens` with `count` sampled `allowed` ids appended; there is no cache."""
+    """Return `tokens` with `count` sampled `allowed` ids appended.
+
+    A causal Hyena reads each letter once: its states are kept from letter to letter.
+    """
     training = model.training, head.training
     model.eval(), head.eval()
+    continuation = _Continuation(model, room=count)
     try:
         for _ in range(count):
-            logits = head(model(tokens)[:, -1:])[:, 0].float()
+            logits = head(continuation.read(tokens))[:, 0].float()
             if allowed is not None:
                 shut = torch.ones_like(logits, dtype=torch.bool).index_fill(1, allowed, False)
                 logits = logits.masked_fill(shut, -torch.inf)
