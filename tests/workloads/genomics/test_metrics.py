@@ -105,3 +105,12 @@ def test_a_network_that_has_diverged_is_worth_no_number():
     for found in judged:
         assert found
         assert all(math.isnan(value) for value in found.values())
+
+
+def test_the_precision_of_labels_is_that_of_scikit_learn():
+    rng = np.random.default_rng(0)
+    truth = rng.integers(2, size=(80, 3)) > 0
+    truth[:, 2] = True  # a label that all rows have does not count
+    chances = rng.integers(12, size=(80, 3)) / 12  # with ties
+    expected = [sk.average_precision_score(truth[:, at], chances[:, at]) for at in (0, 1)]
+    assert metrics.label_precision(truth, chances) == pytest.approx(np.mean(expected))

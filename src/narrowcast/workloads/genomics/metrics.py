@@ -77,6 +77,23 @@ def spearman(truth: Array, predicted: Array) -> float:
     return float(stats.spearmanr(truth, predicted).statistic) if moves else 0.0
 
 
+def label_precision(truth: Array, chances: Array) -> float:
+    """Return the mean average precision over labels, fast enough for a bootstrap."""
+    varied = truth.any(0) & ~truth.all(0)
+    precisions = [_average_precision(truth[:, at], chances[:, at]) for at in np.flatnonzero(varied)]
+    return float(np.mean(precisions)) if precisions else 0.0
+
+
+def _average_precision(truth: Array, scores: Array) -> float:
+    """Return the area under the precision-recall steps, with one step per distinct score."""
+    order = np.argsort(-scores, kind="stable")
+    right = np.cumsum(truth[order])
+    last = np.flatnonzero(np.diff(scores[order], append=np.inf) != 0)
+    precision = right[last] / (last + 1)
+    gained = np.diff(right[last], prepend=0) / right[-1]
+    return float((precision * gained).sum())
+
+
 def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, float]:
     """Return metrics over all letters of all rows."""
     all_truth, all_chosen = np.concatenate(list(truth)), np.concatenate(list(chosen))

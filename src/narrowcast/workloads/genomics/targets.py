@@ -95,7 +95,7 @@ class Labels(_PerSequence):
 
     def headline(self, truth: Predicted, predicted: Predicted) -> float:
         """Return the first of the metrics; 0 if every label is always there or never."""
-        return metrics.of_labels(truth, predicted).get("auprc", 0.0)
+        return metrics.label_precision(truth > 0, predicted)
 
 
 @final
