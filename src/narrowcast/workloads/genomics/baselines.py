@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from scipy import sparse
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression, Ridge
 from torch import Tensor
 
 from narrowcast.workloads.genomics.data.examples import Examples
@@ -190,6 +188,8 @@ def _candidates(
 ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
     """Yield weights, (features, outputs), and biases, one per strength of the penalty."""
     if isinstance(target, Value):
+        from sklearn.linear_model import Ridge  # takes a while to import
+
         standard = (targets.astype(np.float64) - target.centre) / target.spread
         for penalty in PENALTIES:
             ridge = Ridge(alpha=penalty).fit(counts, standard)
@@ -209,6 +209,9 @@ def _logistic(
     counts: Matrix, classes: npt.NDArray[Any], strength: float, outputs: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return weights and biases of all classes; one that does not occur is very unlikely."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
     weight, bias = np.zeros((counts.shape[1], outputs)), np.full(outputs, -15.0)
     present = np.unique(classes.astype(np.int64))
     if len(present) == 1:
