@@ -60,7 +60,8 @@ def verdict(results: ForecastResults) -> str:
 
 
 def _accuracy(results: ForecastResults) -> str:
-    better = (results.model.mae or 0) < (results.baseline.mae or 0)
+    model, baseline = results.model.mae, results.baseline.mae
+    better = model is not None and baseline is not None and model < baseline
     mark = "good" if better else "bad"
     lines = [f'<li class="{mark}">{escape(verdict(results))}</li>']
     if results.series_count > 1:

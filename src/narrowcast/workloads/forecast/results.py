@@ -505,6 +505,8 @@ def _reach(residuals: Tensor | None, first: Predicted) -> float:
     """Return where the histogram of residuals ends. Synchronises."""
     sizes = (first.y - first.point if residuals is None else residuals).float().abs().flatten()
     known = sizes[sizes.isfinite()].cpu().numpy()
+    if not known.size:
+        return 1.0
     # Without residuals of other windows, one window is a guess.
     return float(np.quantile(known, 0.99)) * (1 if residuals is not None else 3) or 1.0
 
