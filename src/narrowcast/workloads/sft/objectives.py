@@ -248,7 +248,7 @@ class Preferences:
 
     def terms(self, batch: Batch) -> Tensor:
         """Count pairs."""
-        return torch.tensor(len(batch["pairs"]))
+        return torch.full((), len(batch["pairs"]), device=batch["pairs"].device)
 
     def items(self, batch: Batch) -> int:
         """Count the tokens of both conversations."""
