@@ -135,3 +135,30 @@ def test_polars_in_is_polars_out(fitted):
     import polars as pl
 
     assert isinstance(fitted.predict(pl.from_pandas(wide())), pl.DataFrame)
+
+
+def test_the_command_forecasts_like_the_forecaster(fitted, tmp_path, capsys):
+    fitted.save(tmp_path / "saved")
+    wide().head(500).to_csv(tmp_path / "a.csv", index=False)
+    saved, table = str(tmp_path / "saved"), str(tmp_path / "a.csv")
+    assert run_command(["forecast", "predict", saved, table, "--level", "80"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    result = fitted.predict_intervals(wide().head(500), levels=[80])
+    assert lines[0].split(",") == list(result.columns)
+    first = lines[1].split(",")
+    assert first[:2] == ["a", str(result["ds"].iloc[0])]
+    np.testing.assert_allclose([float(x) for x in first[2:]], result.iloc[0, 2:], rtol=1e-5)
+    assert run_command(["forecast", "predict", saved, table, "-o", table]) == 2
+    assert "must not be an input" in capsys.readouterr().err
+
+
+def test_a_loaded_forecaster_knows_its_columns(tmp_path):
+    table = wide().rename(columns={"ds": "hour"}).assign(promotion=0.0)
+    settings = {**QUICK, "epochs": None, "steps": 5, "future": ["promotion"], "width": 16}
+    settings |= {"time": "hour", "calendar": True}
+    Forecaster("nhits", horizon=12, **settings).fit(table, progress=False).save(tmp_path)
+    hours = pd.date_range(table["hour"].iloc[-1], periods=13, freq="h")[1:]
+    ahead = pd.DataFrame({"hour": hours, "promotion": 1.0})
+    result = Forecaster.load(tmp_path).predict(future=ahead)
+    assert list(result.columns) == ["hour", "a", "b"]
+    assert list(result["hour"]) == list(hours)

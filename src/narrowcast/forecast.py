@@ -15,28 +15,26 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from narrowcast.config.keywords import as_arguments
 from narrowcast.errors import CheckpointError, ConfigError
+from narrowcast.hardware import detect_hardware
 from narrowcast.runner.run import RunResult, train
 from narrowcast.workloads import load_recipe
 from narrowcast.workloads.forecast.data.table import (
     SeriesTable,
-    future_dates,
-    read_future,
     read_table,
 )
 from narrowcast.workloads.forecast.frames import make_frame, same_kind
-from narrowcast.workloads.forecast.intervals import conformal_radius
+from narrowcast.workloads.forecast.predictor import Predictor
 from narrowcast.workloads.forecast.saved import (
     WEIGHTS,
-    Predictor,
     Trained,
+    get_layout,
     without_last,
 )
 from narrowcast.workloads.forecast.settings import FRAME, SECTIONS, ForecastData
-from narrowcast.workloads.forecast.task import get_layout, using_frame
+from narrowcast.workloads.forecast.task import using_frame
 
 __all__ = ["Forecaster"]
 
@@ -120,17 +118,12 @@ class Forecaster:
             `forecast` of a long one.
         """
         predictor, series = self._ready(table)
-        scaling = predictor.scaling_for(series)
-        numbers = predictor.numbers(series, scaling, ahead=self._ahead(future, series))
-        point = predictor.unscaled(predictor.head.point(numbers), scaling)
-        dates = future_dates(series, self.horizon)
+        columns = predictor.forecast(series, future=future)
         if series.names == series.channels:
-            columns = {self._time_name(): dates[0]}
-            columns |= {name: point[0, index].numpy() for index, name in enumerate(series.names)}
-            return make_frame(columns, self._package_for(table))
-        return make_frame(
-            {**self._keys(series, dates), "forecast": _flat(point)}, self._package_for(table)
-        )
+            forecasts = columns["forecast"].reshape(len(series.names), self.horizon)
+            dates = columns[series.time_name][: self.horizon]
+            columns = {series.time_name: dates, **dict(zip(series.names, forecasts, strict=True))}
+        return make_frame(columns, self._package_for(table))
 
     def predict_intervals(
         self, table: Any = None, *, levels: Sequence[float] = (80, 95), future: Any = None
@@ -148,19 +141,8 @@ class Forecaster:
         Returns:
             A long frame: `unique_id`, `ds`, `forecast`, and `lo-80`, `hi-80` per level.
         """
-        for level in levels:
-            if not 0 < level < 100:
-                raise ConfigError(f"levels must be percentages, got {level!r}. Write levels=[80].")
         predictor, series = self._ready(table)
-        scaling = predictor.scaling_for(series)
-        numbers = predictor.numbers(series, scaling, ahead=self._ahead(future, series))
-        point = predictor.head.point(numbers)
-        columns = self._keys(series, future_dates(series, self.horizon))
-        columns["forecast"] = _flat(predictor.unscaled(point, scaling))
-        for level in levels:
-            low, high = self._interval(predictor, numbers, point, level / 100)
-            columns[f"lo-{level:g}"] = _flat(predictor.unscaled(low, scaling))
-            columns[f"hi-{level:g}"] = _flat(predictor.unscaled(high, scaling))
+        columns = predictor.forecast(series, future=future, levels=levels)
         return make_frame(columns, self._package_for(table))
 
     def cross_validation(
@@ -198,7 +180,7 @@ class Forecaster:
             if refit or number == 0:
                 self._fit(without_last(series, back), out=None, progress=progress)
             predictor, _ = self._ready(None)
-            parts.append(self._from_origin(predictor, series, back))
+            parts.append(predictor.backtest(series, back))
         self._like = same_kind(table)
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         return make_frame(columns, self._like)
@@ -243,7 +225,7 @@ class Forecaster:
             SECTIONS.by_name,
         )
         self._data = trained.data
-        self._take(folder)
+        self._take(folder, device=torch.device(detect_hardware("auto").device))
         return self
 
     def _fit(self, series: SeriesTable, *, out: str | Path | None, progress: bool | None) -> None:
@@ -252,14 +234,13 @@ class Forecaster:
             folder = Path(scratch) / "run" if out is None else Path(out)
             with using_frame(series), train(self.recipe, self._arguments, out=folder) as run:
                 self.result = run.finish(progress=progress)
-            self._take(folder)
+            self._take(folder, device=next(run.model.parameters()).device)
         self._table = series
 
-    def _take(self, folder: Path) -> None:
+    def _take(self, folder: Path, *, device: torch.device) -> None:
         """Load a forecaster's files."""
-        trained = Trained.read(folder)
-        self._predictor = Predictor(trained, folder / WEIGHTS, device=torch.device("cpu"))
-        self._table = trained.table
+        self._predictor = Predictor(folder, device=device)
+        self._table = self._predictor.trained.table
 
     def _ready(self, table: Any) -> tuple[Predictor, SeriesTable]:
         """Return the predictor and the table to forecast after; raise if nothing was fitted."""
@@ -269,64 +250,5 @@ class Forecaster:
             return self._predictor, self._table
         return self._predictor, read_table(table, get_layout(self._data))
 
-    def _ahead(self, future: Any, series: SeriesTable) -> Tensor | None:
-        """Return the columns known ahead of a forecast; raise if they are needed and not given."""
-        if series.future is None:
-            if future is not None:
-                raise ConfigError(
-                    "The forecaster uses no columns that are known ahead. Leave future out, or fit "
-                    "with future=[…]."
-                )
-            return None
-        return read_future(future, series, horizon=self.horizon)
-
-    def _interval(
-        self, predictor: Predictor, numbers: Tensor, point: Tensor, level: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the scaled bounds of an interval of each value."""
-        predicted = predictor.head.quantiles(numbers, [(1 - level) / 2, (1 + level) / 2])
-        if predicted is not None:
-            return predicted[..., 0], predicted[..., 1]
-        residuals = predictor.trained.residuals
-        if residuals is None or not len(residuals):
-            raise ConfigError("Intervals need validation windows. Fit with validation_share=0.1.")
-        reach = conformal_radius(residuals, [level])[0]
-        return point - reach, point + reach
-
-    def _from_origin(self, predictor: Predictor, series: SeriesTable, back: int) -> dict[str, Any]:
-        """Return a forecast of rows that are known, as columns."""
-        scaling = predictor.scaling_for(without_last(series, back))
-        numbers = predictor.numbers(series, scaling, ahead=None, back=back)
-        point = predictor.unscaled(predictor.head.point(numbers), scaling)
-        ends = np.array(series.offsets[1:]) - back
-        rows = ends[:, None] + np.arange(self.horizon)
-        columns = self._keys(series, series.dates[rows])
-        cutoffs = series.dates[ends - 1]
-        repeats = len(columns[self._time_name()]) // len(cutoffs)
-        columns["cutoff"] = np.repeat(cutoffs, repeats)
-        truth = torch.where(series.observed, series.values, torch.nan)[torch.from_numpy(rows)]
-        columns["y"] = _flat(truth.mT)
-        columns["forecast"] = _flat(point)
-        return columns
-
-    def _keys(self, series: SeriesTable, dates: Any) -> dict[str, Any]:
-        """Return the columns that name the rows of a long frame."""
-        channels, wide = len(series.channels), series.names == series.channels
-        names = np.repeat(np.array(series.names, dtype=object), 1 if wide else channels)
-        columns = {self._data.id or "unique_id": np.repeat(names, self.horizon)}
-        if channels > 1 and not wide:  # a long table with several columns to forecast
-            each = np.tile(np.array(series.channels, dtype=object), series.series)
-            columns["column"] = np.repeat(each, self.horizon)
-        columns[self._time_name()] = np.repeat(dates[:, None], channels, axis=1).reshape(-1)
-        return columns
-
-    def _time_name(self) -> str:
-        return self._data.time or "ds"
-
     def _package_for(self, table: Any) -> str:
         return self._like if table is None else same_kind(table)
-
-
-def _flat(values: Tensor) -> Any:
-    """Return values (series, channels, horizon) as one column."""
-    return values.reshape(-1).numpy()

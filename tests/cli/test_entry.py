@@ -112,7 +112,8 @@ def test_help_lists_the_command_of_a_workload_without_importing_it():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0
     listed = (
-        r"Commands of workloads:\n  decompose  +compares .*\n  genomics  +pretrains .*\n"
+        r"Commands of workloads:\n  decompose  +compares .*\n  forecast  +forecasts .*\n"
+        r"  genomics  +pretrains .*\n"
         r"  ica  +finds, .*\n  tutorial  +reads "
     )
     assert re.search(listed, done.stdout)

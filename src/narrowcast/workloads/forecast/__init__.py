@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from narrowcast.config.workload import Workload
+from narrowcast.config.workload import Command, Workload
 
 WORKLOAD = Workload(
     name="forecast",
@@ -10,5 +10,12 @@ WORKLOAD = Workload(
     sections="narrowcast.workloads.forecast.settings:SECTIONS",
     task="narrowcast.workloads.forecast.task:build_task",
     report="narrowcast.workloads.forecast.report:sections",
+    commands=(
+        Command(
+            "forecast",
+            "narrowcast.workloads.forecast.command:forecast",
+            about="forecasts with a finished run",
+        ),
+    ),
     recipes=Path(__file__).parent / "recipes",
 )

@@ -26,7 +26,7 @@ from narrowcast.workloads.forecast.heads import Head, make_head
 from narrowcast.workloads.forecast.made import made_table
 from narrowcast.workloads.forecast.models.network import ForecastNetwork, make_network
 from narrowcast.workloads.forecast.report import verdict
-from narrowcast.workloads.forecast.saved import Trained, get_shape, last_rows
+from narrowcast.workloads.forecast.saved import Trained, get_layout, get_shape, last_rows
 from narrowcast.workloads.forecast.scaling import Scaling, on_device
 from narrowcast.workloads.forecast.settings import (
     FRAME,
@@ -71,24 +71,6 @@ def load_table(recipe: Recipe) -> SeriesTable:
     status = file.stat() if file.exists() else None
     version = None if status is None else (status.st_mtime_ns, status.st_size)
     return _read(path, get_layout(data), version)
-
-
-def get_layout(data: ForecastData) -> Layout:
-    """Return what the columns of a table mean."""
-    return Layout(
-        time=data.time or None,
-        id=data.id or None,
-        target=data.target,
-        past=data.past,
-        future=data.future,
-        static=data.static,
-        calendar=data.calendar,
-        fill=data.fill,
-        step=data.step or None,
-        date_format=data.date_format or None,
-        delimiter=data.delimiter or None,
-        decimal=data.decimal,
-    )
 
 
 @lru_cache(maxsize=1)

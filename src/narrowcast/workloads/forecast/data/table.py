@@ -92,6 +92,10 @@ class SeriesTable:
     past_names: tuple[str, ...] = ()
     future_names: tuple[str, ...] = ()
     static_names: tuple[str, ...] = ()
+    time_name: str = "ds"
+    """Column of dates."""
+    id_name: str = "unique_id"
+    """Column that names the series of a long table."""
     label: str = "the table"
     """What messages call the file or frame."""
     layout: Layout = Layout()
@@ -178,6 +182,8 @@ def read_table(source: Any, layout: Layout | None = None) -> SeriesTable:
         past_names=tuple(layout.past),
         future_names=future_names,
         static_names=static_names,
+        time_name=roles.time,
+        id_name=roles.series or "unique_id",
         label=table.label,
         layout=layout,
         notes=tuple(notes),
