@@ -1,8 +1,10 @@
 """`narrowcast plan`: which module would get which formats here, and why, before anything runs."""
 
 import click
+from click.exceptions import Exit
 
 from narrowcast.cli.options import json_option, overrides_argument, recipe_argument
+from narrowcast.errors import UnsupportedError
 
 
 @click.command()
@@ -20,7 +22,8 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
 
     The plan is made from the model's shapes. No weights are allocated and no data is read. With a
     precision.schedule, every phase is shown. With parallel.ranks, memory and traffic per rank are
-    predicted. hardware=h200 (a100, h100, b200, l4, l40s, rtx4090) plans for a GPU that this machine
+    predicted. Memory and time of a step are predicted too, and exit code 3 says that it does not
+    fit. hardware=h200 (a100, h100, b200, l4, l40s, rtx4090) plans for a GPU that this machine
     does not have.
     """
     from narrowcast.workloads import load_recipe
@@ -34,8 +37,8 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
     console = screen()
     with working(screen(quiet=as_json, to_stderr=True), "planning"):
         from narrowcast.hardware import detect_hardware
-        from narrowcast.runner.assemble import planned
         from narrowcast.runner.by_task import decided
+        from narrowcast.runner.fitting import advise, budget, largest_batch, predict, refusal
 
         if gpus:
             from narrowcast.hardware.catalog import named_hardware
@@ -45,10 +48,20 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
             hardware = detect_hardware(loaded.recipe.device)
         by_task = decided(loaded, hardware)
         loaded = by_task.loaded
-        plans = planned(loaded.recipe, hardware)
+        prediction = predict(loaded.recipe, hardware)
+        plans, limit = prediction.plans, budget(loaded.recipe, hardware)
+        memory = prediction.memory
+        too_large = memory is not None and limit is not None and memory.needed > limit
+        advice = (
+            list(advise(loaded, hardware, limit=limit))
+            if too_large and limit and not as_json
+            else []
+        )
+        most = None if as_json else largest_batch(loaded.recipe, hardware, prediction)
     from narrowcast.cli.view.plan_view import (
         print_phases,
         print_plan,
+        print_prediction,
         print_ranks,
         print_strategy,
         print_task_row,
@@ -61,7 +74,9 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
         from narrowcast.runs import strict_json
 
         info = plan_json(loaded.recipe, plans, task_row=by_task.row)
+        info |= {"predicted": {**prediction.to_json(), "budget": limit, "fits": not too_large}}
         click.echo(strict_json.dumps(info, indent=2))
+        _check_fits(too_large)
         return
     if not loaded.recipe.is_settled:
         many = count(loaded.recipe.epochs or 0, "epoch")
@@ -76,3 +91,11 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
             console.print()
         print_plan(console, plan, title=title, every=every)
     print_ranks(console, ranks_row(loaded.recipe, plans[0]))
+    print_prediction(console, prediction, steps=loaded.recipe.steps, limit=limit, batch=most)
+    if too_large and memory is not None and limit is not None:
+        raise UnsupportedError(refusal(memory, hardware, advice, limit=limit))
+
+
+def _check_fits(too_large: bool) -> None:
+    if too_large:
+        raise Exit(UnsupportedError.exit_code)

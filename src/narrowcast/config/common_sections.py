@@ -418,6 +418,18 @@ class MemorySection(Section):
             "globs of the modules that are blocks; empty: detect lists of modules of one class"
         ),
     )
+    fit: Literal["check", "auto", "ignore"] = Field(
+        default="check",
+        description=(
+            "what to do with a run that does not fit: raise with advice (check), apply the first "
+            "advice (auto), or try it (ignore)"
+        ),
+    )
+    limit: str | None = Field(
+        default=None,
+        pattern=r"^\d+(\.\d+)?([KMGT]i?)?B$",
+        description="memory that the run may use, e.g. 24GiB; none: what the device has",
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yield blocks by which nothing is done."""

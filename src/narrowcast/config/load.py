@@ -56,6 +56,11 @@ class LoadedRecipe:
             self, recipe=recipe, origins={**self.origins, **dict.fromkeys(unset, origin)}
         )
 
+    def with_values(self, values: Mapping[str, Any], *, origin: str) -> LoadedRecipe:
+        """Return it with other values, by dotted key, whatever they were before."""
+        origins = {**self.origins, **dict.fromkeys(values, DEFAULT)}
+        return replace(self, origins=origins).with_defaults(values, origin=origin)
+
     def resolved(self) -> dict[str, dict[str, Any]]:
         """Return every setting with its value and origin, as in `resolved.json`."""
         return {

@@ -5,20 +5,26 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, final
 
 from torch import nn
 
 from narrowcast.config import LoadedRecipe, Recipe
-from narrowcast.errors import ConfigError, DivergedError, Interrupted, NarrowcastError
+from narrowcast.errors import (
+    ConfigError,
+    DivergedError,
+    Interrupted,
+    NarrowcastError,
+    UnsupportedError,
+)
 from narrowcast.hardware import detect_hardware
 from narrowcast.hardware.randomness import OwnRandomness
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.trackers import Trackers, open_trackers, require_trackers
-from narrowcast.runner.assemble import Assembled, assemble, check_settings, plan_json, planned
+from narrowcast.runner.assemble import Assembled, assemble, check_settings, plan_json
 from narrowcast.runner.by_task import decided
 from narrowcast.runner.changes import (
     PLAN,
@@ -29,6 +35,14 @@ from narrowcast.runner.changes import (
     require_acceptable,
 )
 from narrowcast.runner.finished import report_is_due, require_places, write_due_report
+from narrowcast.runner.fitting import (
+    PREDICTED,
+    describe_exhaustion,
+    earlier_prediction,
+    fit,
+    is_exhausted,
+    predict,
+)
 from narrowcast.runner.launch import parallel_settings, remember_folder
 from narrowcast.runner.out_dir import require_no_run
 from narrowcast.runner.progress import RunProgress, find_display
@@ -257,6 +271,15 @@ class Run:
             page, lines = _reported(folder.path)
             led = [f"Report: {page}"] if page else []
             raise DivergedError("\n".join([str(error), *led, *lines])) from error
+        except RuntimeError as error:
+            if not is_exhausted(error):
+                raise
+            text = describe_exhaustion(error, self.prepared, folder.path, step=step)
+            # Of the error itself nothing is kept: its frames hold the tensors of the step.
+            raise UnsupportedError(
+                f"{text}\nResume with less, for example: {resume_command(folder.path)} "
+                "memory.activation_checkpointing=blocks"
+            ) from None
         write_due_report(folder.path)
 
     def close(self) -> None:
@@ -320,8 +343,11 @@ def _started(loaded: LoadedRecipe, *, out: str | Path | None, ranks: RunRanks) -
             f"trackers need a run folder, got trackers={', '.join(loaded.recipe.trackers)} without "
             "one. Pass out=, or no trackers."
         )
-    by_task = decided(loaded, check_settings(loaded.recipe))
-    assembled = assemble(by_task.loaded.recipe, ranks=ranks)
+    hardware = check_settings(loaded.recipe)
+    by_task = decided(loaded, hardware)
+    fitted, prediction = fit(by_task.loaded, hardware)
+    by_task = replace(by_task, loaded=fitted)
+    assembled = assemble(fitted.recipe, ranks=ranks)
     loaded = by_task.loaded.for_samples(len(assembled.task.train_data))
     path = None if out is None else Path(out)
     records = assembled.records(loaded.recipe, folder=path)
@@ -337,7 +363,9 @@ def _started(loaded: LoadedRecipe, *, out: str | Path | None, ranks: RunRanks) -
     )
     remember_folder(ranks, path)
     folder.set_task_info(assembled.task.info)
-    folder.write_json(PLAN, plan_json(loaded.recipe, assembled.plans, task_row=by_task.row))
+    info = plan_json(loaded.recipe, assembled.plans, task_row=by_task.row)
+    predicted = {} if prediction is None else {PREDICTED: prediction.to_json()}
+    folder.write_json(PLAN, {**info, **predicted})
     return Run(loaded, assembled, records, folder=folder, task_row=by_task.row)
 
 
@@ -406,7 +434,8 @@ def _started_again(
         run.set_task_info(assembled.task.info)
         earlier = rewind_to(run, state)
         run.write_json(RESOLVED, loaded.resolved())
-        run.write_json(PLAN, plan_json(loaded.recipe, assembled.plans, task_row=row))
+        info = plan_json(loaded.recipe, assembled.plans, task_row=row)
+        run.write_json(PLAN, {**info, **earlier_prediction(run.path)})
         message += run.add_session(
             {**_environment(ranks), "accepted": accepted, "notices": message}
         )
@@ -446,10 +475,13 @@ def _where_it_began(run: RunFolder) -> Iterator[None]:
 def plan_recipe(
     recipe: str | Path | LoadedRecipe, overrides: Iterable[str] = (), *, phase: int = 1
 ) -> Plan:
-    """Return the plan of a recipe on this machine, for one phase; allocates nothing."""
+    """Return the plan of a recipe on this machine, for one phase; allocates nothing.
+
+    `plan.memory.predicted` is the memory of a step, of the phase that needs most.
+    """
     loaded = _loaded(recipe, overrides)
     hardware = detect_hardware(loaded.recipe.device)
-    plans = planned(decided(loaded, hardware).loaded.recipe, hardware)
+    plans = predict(decided(loaded, hardware).loaded.recipe, hardware).plans
     if not 1 <= phase <= len(plans):
         raise ConfigError(
             f"phase must be from 1 to {len(plans)}, the number of phases of this recipe, got "

@@ -77,7 +77,7 @@ def plan_recipe_model(
         gemm_rows=gemm_rows,
         skip_slow_fp8=precision.skip_slow_fp8,
         fuse=precision.fuse,
-        memory=Memory(**recipe.memory.model_dump()),
+        memory=Memory(**recipe.memory.model_dump(exclude={"fit", "limit"})),
         execution=recipe_execution(recipe),
     )
 

@@ -189,6 +189,9 @@ class Task:
     collate: Callable[[Any], Any] | None = None
     """Makes a batch from a list of samples, in worker processes if there are any. Without it, the
     dataset or torch's `default_collate` stacks them."""
+    example: Callable[[], Any] | None = None
+    """Returns a micro-batch of the largest shape on the meta device, to predict memory. Without it,
+    samples of `train_data` are taken."""
     parameter_groups: Callable[[nn.Module], Sequence[ParameterGroup]] | None = None
     """Returns parameter groups; without it, the recipe's optimizer trains every parameter."""
     scaled_losses: tuple[str, ...] = ()

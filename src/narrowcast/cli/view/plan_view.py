@@ -13,7 +13,8 @@ from narrowcast.config import Recipe
 from narrowcast.precision.plan.fusing import piece_lines
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.report.layers import Layer, bare_reason, layers, width
-from narrowcast.report.phrases import count, large, size, written
+from narrowcast.report.phrases import count, duration, large, size, written
+from narrowcast.runner.fitting import Prediction
 from narrowcast.training.phase_plans import get_phases, phases_json
 
 COLOURS = {"full": "", "half": "cyan", "eight": "magenta", "four": "red", "other": ""}
@@ -88,6 +89,30 @@ def print_ranks(console: Console, row: Mapping[str, Any] | None) -> None:
         rates = f"{row['link_rate']:g} GB/s in a machine, {row['network_rate']:g} between"
         text = f"{row['seconds']:.3g} s if nothing overlaps it ({rates}: data sheet)"
         say(console, "takes", text)
+
+
+def print_prediction(
+    console: Console, prediction: Prediction, *, steps: int, limit: int | None, batch: int | None
+) -> None:
+    """Print the predicted memory and time of a step, and what limits them."""
+    memory, seconds = prediction.memory, prediction.seconds
+    if memory is None:
+        say(console, "a step", f"not predicted: {prediction.missing}")
+        return
+    parts = [f"{ROLES.get(role, role)} {size(n)}" for role, n in memory.roles.items() if n]
+    say(console, "a step", f"{size(memory.allocated)} at its peak: {' + '.join(parts)}")
+    context = f", the CUDA context {size(memory.context)}" if memory.context else ""
+    say(console, "", f"the allocator takes {size(memory.reserved)}{context}")
+    for note in memory.notes:
+        say(console, "", note)
+    if limit is not None:
+        verdict = "fits" if memory.needed <= limit else "does not fit"
+        most = {None: "", 0: "; no batch fits"}.get(batch, f"; largest batch_size: about {batch}")
+        say(console, "budget", f"{verdict}: {size(memory.needed)} of {size(limit)}{most}")
+    if seconds is not None:
+        each = f"{duration(seconds.seconds)} per step, bound by {seconds.bound}"
+        say(console, "takes", f"{each}; {steps} steps: {duration(steps * seconds.seconds)}")
+        say(console, "", f"rates: {seconds.rates}")
 
 
 def titles(recipe: Recipe) -> list[str]:

@@ -125,6 +125,8 @@ class Ledger(TorchDispatchMode):
                 count = 0
             moved = sum(t.numel() * t.itemsize for t in (*inputs, *outputs))
             dtype = next((t.dtype for t in inputs if t.is_floating_point()), None)
+            if func._schema.name == "narrowcast::linear_cross_entropy":
+                count, dtype = _loss_flops(*args), args[5]
             self.ops.append(Op(func._schema.name, self.phase, count, moved, dtype, self._module()))
 
 
@@ -135,6 +137,13 @@ def _flops() -> dict[Any, Callable[..., int]]:
 
 
 FLOPS = _flops()
+
+
+def _loss_flops(hidden: Tensor, weight: Tensor, *rest: Any) -> int:
+    """Return the operations of the fused loss: logits, and the gradients that are wanted."""
+    needs = rest[4]
+    count: int = 2 * hidden.numel() * weight.shape[0] * (1 + needs[0] + needs[1])
+    return count
 
 
 def _chunked_loss(hidden: Tensor, weight: Tensor, bias: Any, *rest: Any, **_: Any) -> Iterator[int]:

@@ -322,6 +322,14 @@ def without_device(mode: StandIn) -> Iterator[None]:
         F.scaled_dot_product_attention = attention
 
 
+class _Undrawn:
+    """The random generator of a GPU that is not here."""
+
+    def get_offset(self) -> int:
+        """Return how many numbers were drawn."""
+        return 0
+
+
 @contextlib.contextmanager
 def _autocast_without_gpu() -> Iterator[None]:
     if torch.cuda.is_available():
@@ -332,7 +340,9 @@ def _autocast_without_gpu() -> Iterator[None]:
         common.amp_definitely_not_available,
         torch.cuda.is_bf16_supported,
         graphs.is_current_stream_capturing,
+        torch.cuda.default_generators,
     )
+    torch.cuda.default_generators = (_Undrawn(),)  # type: ignore[assignment]
     graphs.is_current_stream_capturing = lambda: False
     common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *_, **__: True
@@ -348,4 +358,5 @@ def _autocast_without_gpu() -> Iterator[None]:
             common.amp_definitely_not_available,
             torch.cuda.is_bf16_supported,
             graphs.is_current_stream_capturing,
+            torch.cuda.default_generators,
         ) = before

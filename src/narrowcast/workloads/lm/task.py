@@ -66,7 +66,12 @@ class LanguageModel:
             gemm_rows=self.batch_size * self.model.length,
             held_out=self.held_out(),
             data_digest=self.data_digest,
+            example=self.example,
         )
+
+    def example(self) -> Pair:
+        tokens = torch.empty((self.batch_size, self.model.length), dtype=torch.int64, device="meta")
+        return tokens, tokens
 
     def loss(self, model: nn.Module, batch: Pair) -> Tensor:
         loss: Tensor = model(*batch)
