@@ -30,9 +30,7 @@ from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.task import LossParts, Task
 from narrowcast.workloads import build_task
 
-SMALL = 0.1
-"""Share of the memory up to which a run on a CPU is not predicted before it starts."""
-MOST_ADVICE = 4
+MOST_ADVICE = 3
 MARGIN = 1.05
 """Advice needs less than the limit by this factor: predictions were off by a few percent."""
 ORIGIN = "memory.fit"
@@ -107,12 +105,9 @@ def fit(loaded: LoadedRecipe, hardware: Hardware) -> tuple[LoadedRecipe, Predict
     recipe, limit = loaded.recipe, budget(loaded.recipe, hardware)
     if recipe.memory.fit == "ignore" or limit is None:
         return loaded, None
-    gpu = hardware.device.startswith("cuda")
-    if not gpu and recipe.memory.fit == "check" and recipe.memory.limit is None:
-        task = build_task(recipe, device=torch.device("meta"))
-        plans = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
-        if max(sum(plan.bytes.values()) for plan in plans) < SMALL * limit:
-            return loaded, None
+    requested = recipe.memory.fit == "auto" or recipe.memory.limit is not None
+    if not requested and not hardware.device.startswith("cuda"):
+        return loaded, None  # the memory of a CPU is rarely what ends a run
     prediction = predict(recipe, hardware)
     if prediction.memory is None or prediction.memory.needed <= limit:
         return loaded, prediction
