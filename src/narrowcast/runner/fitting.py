@@ -85,9 +85,9 @@ def predict(recipe: Recipe, hardware: Hardware, *, below: float = math.inf) -> P
         return Prediction(plans=plans, memory=None, seconds=None, missing="too large")
     try:
         step = _step(rank, task, plans[largest])
-    except (ConfigError, UnsupportedError, RuntimeError, TypeError, ValueError) as error:
-        # A model of somebody else's may do what no tensor without memory can.
-        return Prediction(plans=plans, memory=None, seconds=None, missing=str(error))
+    except Exception as error:  # noqa: BLE001  # the model and the task may be somebody else's
+        missing = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return Prediction(plans=plans, memory=None, seconds=None, missing=missing)
     memory = _of_rank(recipe, plans[largest], step.memory)
     marked = replace(plans[largest].memory, predicted=memory)
     plans = (*plans[:largest], replace(plans[largest], memory=marked), *plans[largest + 1 :])
@@ -295,9 +295,8 @@ def _step(recipe: Recipe, task: Task, plan: Plan) -> StepEstimate:
         return value.total if isinstance(value, LossParts) else value
 
     def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-        made = replace(task, model=model)
         device = torch.device(plan.hardware.device)
-        return build_optimizer(recipe.optimizer, model, device=device, groups=get_groups(made))
+        return build_optimizer(recipe.optimizer, model, device=device, groups=get_groups(task))
 
     return estimate_step(
         task.model,
@@ -308,6 +307,7 @@ def _step(recipe: Recipe, task: Task, plan: Plan) -> StepEstimate:
         clip_norm=recipe.clip_norm,
         ema_decay=recipe.ema.decay,
         micro_batches=recipe.gradient_accumulation_steps,
+        copied=False,  # its parameter groups name the weights of this very model
     )
 
 
@@ -324,6 +324,7 @@ def _example(recipe: Recipe, task: Task) -> Any:
     fetched = fetch(task.train_data, [i % samples for i in range(recipe.batch_size)])
     collate = task.collate or torch.utils.data.default_collate
     batch = collate(fetched) if isinstance(fetched, list) or task.collate else fetched
+    (batch,) = task.as_one_step([batch])
     return map_tensors(batch, lambda t: t.to("meta"))
 
 

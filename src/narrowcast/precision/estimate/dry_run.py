@@ -80,15 +80,18 @@ def estimate_step(
     clip_norm: float | None = 1.0,
     ema_decay: float | None = None,
     micro_batches: int = 1,
+    copied: bool = True,
 ) -> StepEstimate:
-    """Predict what a training step takes on the plan's device. The model is not changed.
+    """Predict what a training step takes on the plan's device.
+
+    The model is not changed, unless it is on the meta device and `copied` is false.
 
     Raises:
         UnsupportedError: The model reads values of tensors, or has an operation without shapes.
     """
     if any("nc_entry" in vars(module) for module in model.modules()):
         raise ConfigError("The model is prepared already. Make the plan before prepare().")
-    made = without_values(model)
+    made = without_values(model) if copied else model
     inputs = map_tensors(batch, lambda t: t.detach().to("meta"))
     moved, notes = _without_offload(plan)
     names = {id(module): name for name, module in made.named_modules()}
