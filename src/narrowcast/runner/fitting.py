@@ -67,7 +67,7 @@ class Advice:
     seconds: StepSeconds | None
 
     @property
-    def words(self) -> str:
+    def command(self) -> str:
         """The settings as they are written on the command line."""
         return " ".join(f"{key}={_written(value)}" for key, value in self.settings.items())
 
@@ -130,7 +130,7 @@ def refusal(
     )
     if not advice:
         return f"{text} No setting makes it fit. Use a smaller model, or more GPUs."
-    lines = [f"  {each.words}: {_costs(each)}" for each in advice]
+    lines = [f"  {each.command}: {_costs(each)}" for each in advice]
     head = f"{text} Write one of these, fastest first, or memory.fit=auto for the first:"
     return "\n".join([head, *lines])
 
