@@ -275,18 +275,16 @@ def _with_largest_batch(
 
 
 def largest_batch(recipe: Recipe, hardware: Hardware, prediction: Prediction) -> int | None:
-    """Return about how many samples per micro-batch fit, from two dry runs; None if unknown."""
+    """Return about how many samples per micro-batch fit; None if unknown.
+
+    Takes activations and temporaries as proportional to the samples.
+    """
     limit, memory = budget(recipe, hardware), prediction.memory
     if limit is None or memory is None:
         return None
-    rows = recipe.batch_size
-    other = rows * 2 if rows == 1 else math.ceil(rows / 2)
-    compared = predict(recipe.model_copy(update={"batch_size": other}), hardware).memory
-    if compared is None or compared.needed == memory.needed:
-        return None
-    per_row = (memory.needed - compared.needed) / (rows - other)
-    fixed = memory.needed - per_row * rows
-    return max(math.floor((limit - fixed) / per_row), 0)
+    growing = sum(memory.roles.get(role, 0) for role in ("activations", "temporaries", "batch"))
+    room = limit - (memory.needed - growing)
+    return max(math.floor(room * recipe.batch_size / growing), 0) if growing else None
 
 
 def _step(recipe: Recipe, task: Task, plan: Plan) -> StepEstimate:
