@@ -1,6 +1,7 @@
 """The page of a search: time against lost progress, and what every group could have had."""
 
 import html
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,13 @@ def _front(result: TuneResult) -> Chart:
     layout["xaxis"].pop("unifiedhovertitle", None)
     layout["xaxis"].pop("dtick", None)
     layout["yaxis"] |= {"type": "log", "tickformat": "~%", "dtick": 1, "automargin": True}
+    shown = [
+        y for trace in traces for x, y in zip(trace["x"], trace["y"], strict=True) if x <= high
+    ]
+    if shown:
+        shown.append(result.budget.loss or shown[0])
+        powers = [math.log10(min(shown)) - 0.3, math.log10(max(shown)) + 0.3]
+        layout["yaxis"]["range"] = [drawing.rounded(power) for power in powers]
     layout["hovermode"] = "closest"
     layout["meta"] = "tuning"
     if result.budget.loss is not None:

@@ -88,7 +88,9 @@ class Chooser:
                     least = min(needed, least or needed)
                     continue
             result = self._result(chosen, measured)
-            if not needed or result.policy != chosen.policy:
+            if result.policy != chosen.policy:
+                return replace(result, measured=updates.error(result.policy))
+            if not needed:
                 return result
             return replace(result, predicted=replace(result.predicted, bytes=needed))
         if limit is None or measured.lost <= limit:
@@ -300,6 +302,7 @@ class Chooser:
             policy=PRESETS[name],
             preset=name,
             predicted=predicted,
+            measured=None,
             groups=tuple(self._group_choice(each, option) for each, option in choices),
         )
 

@@ -150,8 +150,9 @@ class TuneResult:
     """Where the times come from; empty if there are none."""
     groups: tuple[GroupChoice, ...]
     predicted: Candidate
-    measured: UpdateError
-    """Error of the update under the whole policy, measured on the batches."""
+    measured: UpdateError | None
+    """Error of the update under the whole policy, measured on the batches; None for the preset
+    that replaced a choice after the check run."""
     presets: tuple[Candidate, ...]
     front: tuple[Candidate, ...]
     """The policies that no other beats, the fastest first."""
@@ -187,12 +188,14 @@ class TuneResult:
     def lines(self) -> list[str]:
         """What to know about the result, in sentences."""
         time = milliseconds(self.predicted.seconds)
-        text = (
-            f"Steps lose {percent(self.measured.lost)} of their progress (budget "
-            f"{str(self.budget) or 'none'}); the update has a relative error of "
-            f"{self.measured.relative:.3g} and a cosine of {self.measured.cosine:.6f}."
-        )
-        lines = [text]
+        lost = self.predicted.lost if self.measured is None else self.measured.lost
+        text = f"Steps lose {percent(lost)} of their progress (budget {str(self.budget) or 'none'})"
+        if self.measured is not None:
+            text += (
+                f"; the update has a relative error of {self.measured.relative:.3g} and a cosine "
+                f"of {self.measured.cosine:.6f}"
+            )
+        lines = [f"{text}."]
         if self.predicted.seconds is not None:
             lines.append(
                 f"Products of linear layers take {time} per micro-batch on {self.hardware}."
@@ -253,7 +256,7 @@ class TuneResult:
             "time_source": self.time_source,
             "groups": [group.to_json() for group in self.groups],
             "predicted": self.predicted.to_json(),
-            "measured": self.measured.to_json(),
+            "measured": None if self.measured is None else self.measured.to_json(),
             "presets": [each.to_json() for each in self.presets],
             "front": [each.to_json() for each in self.front],
             "notes": list(self.notes),
