@@ -1,4 +1,4 @@
-"""Whatever a number or a text of a recipe is set to, the answer comes at once and in words."""
+"""Hostile values of settings are answered quickly, with a message."""
 
 import time
 
@@ -10,7 +10,7 @@ from narrowcast.config.tree import leaves, plain_types, recipe_tree
 from narrowcast.workloads import REGISTRY, workload_sections
 
 SECONDS = 10
-"""Before which every word is answered, with a busy machine in mind; most take hundredths."""
+"""Of CPU time, so that other processes do not count; most values take hundredths."""
 WORKLOADS = {
     "tutorial": "tutorial",
     "lm": "quickstart",
@@ -75,9 +75,9 @@ def test_every_setting_answers_hostile_values_in_words_and_at_once(workload, cap
     for number, (key, field) in enumerate(settings(workload)):
         values = HOSTILE if numeric(field) else TEXTS
         for value in values[number % 3 :: 3]:  # each setting a third, each value a third of them
-            began = time.monotonic()
+            began = time.process_time()
             code = run_command(["plan", WORKLOADS[workload], f"{key}={value}"])
-            taken = time.monotonic() - began
+            taken = time.process_time() - began
             said = capsys.readouterr()
             shown = f"{key}={str(value)[:40]}"
             if taken > SECONDS:
