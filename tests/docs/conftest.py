@@ -16,7 +16,7 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```$|^<!-- setup:[^\n]*\n(.*?)^-->$")
 IN_CODE = re.compile(r"`([^`\n]+)`")
-FILES_OF_A_RUN = {"report.html", "recipe.yaml", "merges.txt", "my.yaml"}
+FILES_OF_A_RUN = {"report.html", "harvest.html", "recipe.yaml", "merges.txt", "my.yaml"}
 FOLDERS_OF_A_RUN = ("runs/", ".venv", "checkpoints/", "best/")
 
 

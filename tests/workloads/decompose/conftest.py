@@ -37,8 +37,9 @@ def decomposed_gpt2(gpt2_folder, tmp_path_factory):
     words = [f"model.path={gpt2_folder}", f"data.text=[{folder}/rhyme.txt]", "data.length=32",
              "sites.names=[transformer.h.0.mlp.c_fc, transformer.h.1.attn.c_proj]",
              "sites.components=16", "importance.hidden=[16]", "batch_size=4", "steps=20",
-             "optimizer.lr=1e-2", "eval_tasks.batches=1", "eval_tasks.pgd_steps=0",
+             "optimizer.lr=3e-3", "eval_tasks.batches=1", "eval_tasks.pgd_steps=0",
              "decomposition.warmup_steps=50", "precision.policy=fp32", "device=cpu",
-             "health.every=0", "losses.minimality.coefficient=0.1"]  # fmt: skip
+             "health.every=0", "losses.minimality.coefficient=1e-3",
+             "losses.minimality.p_final=null"]  # fmt: skip
     list(nc.train("decompose/lm", words, out=folder / "run"))
     return folder / "run"

@@ -15,7 +15,7 @@ WORKLOAD = Workload(
         Command(
             "decompose",
             "narrowcast.workloads.decompose.command:decompose",
-            about="compares finished decompositions",
+            about="compares and explains finished decompositions",
         ),
     ),
 )

@@ -1,6 +1,8 @@
-"""`narrowcast decompose`: compare finished decompositions."""
+"""`narrowcast decompose`: compare and explain finished decompositions."""
 
 import json
+import sys
+from pathlib import Path
 
 import click
 
@@ -9,7 +11,7 @@ from narrowcast.plain_files import expand_path
 
 @click.group()
 def decompose() -> None:
-    """Compare finished decompositions."""
+    """Compare and explain finished decompositions."""
 
 
 @decompose.command()
@@ -49,3 +51,59 @@ def compare(first: str, second: str, seed: int, other_seed: int, as_json: bool) 
             f"{row['site']:{width}}  {alive:9}  {row['mmcs'][0]:.4f}  {row['mmcs'][1]:.4f}  "
             f"{row['found'][0]} of {row['alive'][0]}"
         )
+
+
+@decompose.command()
+@click.argument("run")
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--tokens", default=16384, show_default=True, help="Tokens of text to read.")
+@click.option("--examples", default=6, show_default=True, help="Contexts per component.")
+@click.option(
+    "--effect-windows",
+    default=2,
+    show_default=True,
+    help="Windows per component to measure its effect on; 0: none.",
+)
+@click.option(
+    "--attributed",
+    default=256,
+    show_default=True,
+    help="Components whose sources are measured, the most important ones; 0: none.",
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, …")
+@click.option("--out", type=click.Path(), help="Folder for the files.  [default: RUN]")
+def harvest(
+    run: str,
+    settings: tuple[str, ...],
+    tokens: int,
+    examples: int,
+    effect_windows: int,
+    attributed: int,
+    device: str,
+    out: str | None,
+) -> None:
+    """Measure what each component of a decomposed language model does.
+
+    Writes harvest.json and harvest.html, a page to browse. For each component they have the tokens
+    and contexts where it is important, how often it is active, how the loss changes when it alone
+    is off, and which components it reads. KEY=VALUE changes a setting of the run, such as
+    data.text=[FILE] for other text.
+    """
+    from narrowcast.workloads.decompose.harvest import HarvestSettings, harvest, write_harvest
+    from narrowcast.workloads.decompose.loading import load
+
+    how = HarvestSettings(
+        tokens=tokens, examples=examples, effect_windows=effect_windows, attributed=attributed
+    )
+    path = expand_path(run)
+    folder = path if out is None else expand_path(out)
+    loaded = load(path, settings, device=device)
+    if out is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    result = harvest(loaded, how, on_progress=_progress if sys.stderr.isatty() else None)
+    for written in write_harvest(Path(folder), result):
+        click.echo(written)
+
+
+def _progress(phase: str, done: int, size: int) -> None:
+    click.echo(f"\r{phase} {done:,} of {size:,}\033[K", nl=done == size, err=True)

@@ -114,6 +114,8 @@ class Language:
     """Identifies the text."""
     length: int
     device: torch.device
+    token_text: Callable[[int], str] = "#{}".format
+    """Returns the text of a token; its number if the tokenizer is not known."""
     divergence: ClassVar[Literal["mse", "kl"]] = "kl"
     batch_dim: ClassVar[int] = 0
     unit: ClassVar[str] = "token"

@@ -99,6 +99,12 @@ class SentencePieces:
             tokens += self._merged_terms[word]
         return tokens
 
+    def token_text(self, token: int) -> str:
+        """Return the text of a token."""
+        if CONTROL <= token < CONTROL + 256:
+            return bytes([token - CONTROL]).decode(errors="replace")
+        return self._pieces[token].decode(errors="replace")
+
     def _merged(self, word: str) -> list[int]:
         tokens: list[int] = []
         for character in word:

@@ -100,7 +100,12 @@ def find_run(
         digest=digest,
         length=length,
         device=device,
+        token_text=_byte_text if resolved["data.tokenizer"]["value"] == "bytes" else "#{}".format,
     )
+
+
+def _byte_text(token: int) -> str:
+    return bytes([token]).decode(errors="replace")
 
 
 def _check_tokens(name: str, resolved: Mapping[str, Any]) -> None:
@@ -140,13 +145,15 @@ def find_model(
     """Return the model of a folder or file in fp32, and the text in its tokens."""
     require_modules(["transformers"], of=f"model.path={name}", install="narrowcast[sft]")
     encode: Callable[[str], list[int]]
+    token_text: Callable[[int], str]
     if path.is_dir() and (small := llama2c.files_in(path)) is not None:
         model = llama2c.read_model(small[0])
-        encode = llama2c.SentencePieces(small[1]).encode
+        pieces = llama2c.SentencePieces(small[1])
+        encode, token_text = pieces.encode, pieces.token_text
         if device.type == "meta":
             model = model.to(device)
     else:
-        model, encode = _of_transformers(name, path, device)
+        model, encode, token_text = _of_transformers(name, path, device)
     config = model.config
     positions = getattr(config, "max_position_embeddings", None) or length
     if length > positions:
@@ -172,12 +179,13 @@ def find_model(
         digest=digest,
         length=length,
         device=device,
+        token_text=token_text,
     )
 
 
 def _of_transformers(
     name: str, path: Path, device: torch.device
-) -> tuple[Any, Callable[[str], list[int]]]:
+) -> tuple[Any, Callable[[str], list[int]], Callable[[int], str]]:
     import transformers
 
     auto: Any = transformers
@@ -198,9 +206,8 @@ def _of_transformers(
     if device.type == "meta":
         config = _tried(lambda: auto.AutoConfig.from_pretrained(folder, **options), name)
         with device:
-            return _tried(
-                lambda: auto.AutoModelForCausalLM.from_config(config), name
-            ), lambda text: []
+            shapes = _tried(lambda: auto.AutoModelForCausalLM.from_config(config), name)
+        return shapes, lambda text: [], str
     tokenizer = _tried(lambda: auto.AutoTokenizer.from_pretrained(folder, **options), name)
     safe = {} if "gguf_file" in options else {"use_safetensors": True}
     model, info = _tried(
@@ -220,7 +227,11 @@ def _of_transformers(
             tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens
 
-    return model, encode
+    def token_text(token: int) -> str:
+        text: str = tokenizer.decode([token])
+        return text
+
+    return model, encode, token_text
 
 
 def _tried(load: Callable[[], _Loaded], name: str) -> _Loaded:
