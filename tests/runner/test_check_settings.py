@@ -10,7 +10,7 @@ import narrowcast as nc
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.workloads import shipped_recipes
 
-ON_THE_HUB = ("sft/smollm2", "sft/full")
+NEED_DATA = ("sft/smollm2", "sft/full", "sft/dpo")
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_all_missing_files_are_reported_at_once(no_model):
 
 @pytest.mark.parametrize("recipe", [name for name, _ in shipped_recipes()])
 def test_unknown_policy_is_reported_before_the_model_is_built(recipe, no_model):
-    needed = ["data.path=sums"] if recipe in ON_THE_HUB else []
+    needed = ["data.path=sums"] if recipe in NEED_DATA else []
     with pytest.raises(ConfigError, match="no preset 'nonsense'"):
         nc.train(recipe, [*needed, "device=cpu", "precision.policy=nonsense"])
 
