@@ -11,7 +11,12 @@ import narrowcast as nc
 from narrowcast.errors import ConfigError
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.workloads import build_task, load_recipe
-from narrowcast.workloads.decompose.component_files import COMPONENTS, read_components
+from narrowcast.workloads.decompose.component_files import (
+    COMPONENTS,
+    Components,
+    likeness,
+    read_components,
+)
 from narrowcast.workloads.decompose.components.sites import Site
 from narrowcast.workloads.decompose.evaluation.toy_table import SiteTable
 from narrowcast.workloads.decompose.judging import DecompositionResult, FiringCounts, SiteResult
@@ -222,8 +227,6 @@ def test_runs_are_compared_component_by_component(finished, tmp_path):
 
 
 def test_decompositions_of_different_targets_are_not_compared(finished, tmp_path):
-    from narrowcast.workloads.decompose.component_files import likeness
-
     trained(tmp_path / "run", "steps=1", "seed=1")
     first, *others = (
         read_components(folder, seed=seed)
@@ -279,3 +282,76 @@ def test_right_components_have_no_faults_and_wrong_ones_are_named():
     assert [len(each) for each in said] == [1, 1, 1]
     for (fault,), part in zip(said, ("cosine 0.900", "2 importances", "1.200 times"), strict=True):
         assert part in fault
+
+
+def test_three_runs_are_compared_pair_by_pair(finished):
+    from click.testing import CliRunner
+
+    from narrowcast.workloads.decompose.command import decompose
+
+    folder = str(finished[0])
+    same = CliRunner().invoke(decompose, ["compare", folder, folder, folder, "--json"])
+    for row in json.loads(same.output):
+        assert (row["mmcs"], row["lowest"]) == pytest.approx((1.0, 1.0))
+        assert row["in_all"] == row["alive"][0] == row["alive"][2]
+        assert 0 < row["chance"] < 1
+    text = CliRunner().invoke(decompose, ["compare", folder, folder, folder]).output
+    assert [line.split()[:2] for line in text.splitlines()[1:]] == [
+        ["linear1", "1.0000"],
+        ["linear2", "1.0000"],
+    ]
+
+
+def test_chance_is_the_similarity_of_random_components():
+    alone = torch.arange(500) == 0
+    one = Components(v=torch.ones(3, 500), u=torch.ones(500, 3), alive=alone)
+    every = Components(v=one.v, u=one.u, alive=~alone)
+    (row,) = likeness({"a": one}, {"a": every})
+    assert row["mmcs"] == pytest.approx([1.0, 1.0])
+    # In three dimensions, the cosine of two random directions is uniform in [-1, 1]. The best of
+    # 499 products of two such cosines is near 1, and their mean is near 0.
+    assert row["chance"][0] > 0.8
+    assert row["chance"][1] == pytest.approx(0, abs=0.06)
+
+
+def test_a_shuffled_target_has_the_same_numbers_elsewhere(tmp_path):
+    words = [*SMALL, "decomposition.seeds=2"]
+    plain, shuffled = (
+        build_task(load_recipe(TMS, [*words, *more]).recipe, device=torch.device("cpu"))
+        for more in ([], ["model.shuffle=true"])
+    )
+    one, other = (task.model.decomposition.target.state_dict() for task in (plain, shuffled))
+    for seed in range(2):
+        before, after = one["linear1.weight"][seed], other["linear1.weight"][seed]
+        assert not torch.equal(before, after)
+        assert torch.equal(before.flatten().sort().values, after.flatten().sort().values)
+    assert torch.equal(other["linear2.weight"], other["linear1.weight"].mT)
+    assert torch.equal(one["linear2.bias"], other["linear2.bias"])
+
+
+def test_a_run_starts_from_the_components_of_another(finished, tmp_path):
+    folder = finished[0]
+    words = ["decomposition.seeds=2", f"decomposition.start_from={folder}", "steps=1"]
+    task = build_task(load_recipe(TMS, [*SMALL, *words]).recipe, device=torch.device("cpu"))
+    stored = load_file(folder / COMPONENTS)
+    assert torch.equal(task.model.decomposition.components["linear1"].V, stored["sites/linear1/V"])
+    for name, weight in task.model.importance.state_dict().items():
+        assert torch.equal(weight, stored[f"importance.{name}"])
+    trained(tmp_path / "run", *words, "optimizer.lr=1e-9")
+    after = load_file(tmp_path / "run" / COMPONENTS)["sites/linear1/V"]
+    torch.testing.assert_close(after, stored["sites/linear1/V"], rtol=0, atol=1e-6)  # no warm-up
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["seed=3"], "has not decomposed these weights of linear1"),
+        (["sites.components=7"], "has other components or importance functions"),
+        (["importance.hidden=[3]"], "has other components or importance functions"),
+        (["decomposition.start_from=nowhere"], "has no components.safetensors"),
+    ],
+)
+def test_a_start_that_does_not_fit_raises(finished, words, said):
+    words = ["decomposition.seeds=2", f"decomposition.start_from={finished[0]}", *words]
+    with pytest.raises(ConfigError, match=said):
+        build_task(load_recipe(TMS, [*SMALL, *words]).recipe, device=torch.device("cpu"))

@@ -25,7 +25,7 @@ from narrowcast.workloads.decompose.settings import (
 )
 from narrowcast.workloads.decompose.targets.language import Language
 from narrowcast.workloads.decompose.targets.pretrained import language_target
-from narrowcast.workloads.decompose.targets.toy import Toy
+from narrowcast.workloads.decompose.targets.toy import Toy, Trainable
 from narrowcast.workloads.decompose.targets.toys import toy_target
 
 Subject = Toy | Language
@@ -51,6 +51,8 @@ def build_parts(recipe: Recipe, *, device: torch.device, trained: bool = True) -
         # What cannot be is refused before a toy is trained, or a large model loaded.
         build_parts(recipe, device=torch.device("meta"))
     subject = build_subject(recipe, device=device, trained=trained)
+    if recipe.section(TargetSection).shuffle and device.type != "meta":
+        _shuffle(subject, recipe.seed)
     with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(recipe.seed)
         model, losses = _trained(recipe, subject)
@@ -78,6 +80,22 @@ def build_subject(recipe: Recipe, *, device: torch.device, trained: bool = True)
         batch_size=requested.pretrain_batch_size,
         trained=trained,
     )
+
+
+@torch.no_grad()
+def _shuffle(subject: Subject, seed: int) -> None:
+    """Permute the entries of each matrix: the same numbers, without what was learned."""
+    generator = torch.Generator().manual_seed(seed)
+    target: nn.Module = subject.target
+    least = 3 if isinstance(subject, Toy) else 2  # toys have a dimension of seeds
+    for parameter in target.parameters():
+        if parameter.dim() < least:
+            continue
+        for matrix in parameter.view(-1, *parameter.shape[-2:]):
+            order = torch.randperm(matrix.numel(), generator=generator).to(matrix.device)
+            matrix.copy_(matrix.flatten()[order].view_as(matrix))
+    if isinstance(target, Trainable):
+        target.settle()
 
 
 def _check_no_text(toy: str, data: DecomposeData) -> None:

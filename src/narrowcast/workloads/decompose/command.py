@@ -16,7 +16,7 @@ def decompose() -> None:
 
 @decompose.command()
 @click.argument("first")
-@click.argument("second")
+@click.argument("others", metavar="OTHER...", nargs=-1, required=True)
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the first run."
 )
@@ -25,31 +25,46 @@ def decompose() -> None:
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Seed of the second run.",
+    help="Seed of the other runs.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def compare(first: str, second: str, seed: int, other_seed: int, as_json: bool) -> None:
-    """Compare the alive components of two runs, site by site.
+def compare(first: str, others: tuple[str, ...], seed: int, other_seed: int, as_json: bool) -> None:
+    """Compare the alive components of two or more runs, site by site.
 
     Each component is matched to the most similar component of the other run, by the cosine of
     their rank-one matrices. MMCS is the mean of these cosines. It is 1 if both runs have the same
-    components.
+    components. Chance is the MMCS of as many random components.
     """
-    from narrowcast.workloads.decompose.component_files import likeness, read_components
+    from narrowcast.workloads.decompose.component_files import (
+        agreement,
+        likeness,
+        read_components,
+    )
 
     one = read_components(expand_path(first), seed=seed)
-    other = read_components(expand_path(second), seed=other_seed)
-    rows = likeness(one, other)
+    rest = [read_components(expand_path(other), seed=other_seed) for other in others]
+    rows = likeness(one, rest[0]) if len(rest) == 1 else agreement([one, *rest])
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
     width = max(len(row["site"]) for row in rows)
-    click.echo(f"{'site':{width}}  alive      MMCS of the first and second run, cosine above 0.9")
+    if len(rest) > 1:
+        click.echo(f"{'site':{width}}  mean MMCS  lowest  chance  first's in all  alive")
+        for row in rows:
+            click.echo(
+                f"{row['site']:{width}}  {row['mmcs']:9.4f}  {row['lowest']:.4f}  "
+                f"{row['chance']:.4f}  {row['in_all']:4} of {row['alive'][0]:<6}  "
+                f"{', '.join(map(str, row['alive']))}"
+            )
+        return
+    click.echo(
+        f"{'site':{width}}  alive      MMCS of the first and second run, cosine above 0.9, chance"
+    )
     for row in rows:
         alive = f"{row['alive'][0]}, {row['alive'][1]}"
         click.echo(
             f"{row['site']:{width}}  {alive:9}  {row['mmcs'][0]:.4f}  {row['mmcs'][1]:.4f}  "
-            f"{row['found'][0]} of {row['alive'][0]}"
+            f"{row['found'][0]} of {row['alive'][0]}, {row['chance'][0]:.4f}"
         )
 
 

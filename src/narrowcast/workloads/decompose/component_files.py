@@ -2,18 +2,22 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from narrowcast.config.problems import shown_path
 from narrowcast.errors import CheckpointError, ConfigError
+from narrowcast.plain_files import expand_path
 from narrowcast.workloads.decompose.build import Parts
+from narrowcast.workloads.decompose.components.decomposition import Components as SiteComponents
 from narrowcast.workloads.decompose.components.sites import Site
 from narrowcast.workloads.decompose.evaluation.toy_table import unit
 from narrowcast.workloads.decompose.judging import DecompositionResult
@@ -54,7 +58,7 @@ def save_components(
         stored[f"{name}alive"] = each.living
     for name, weight in weights.items():
         own = name.startswith(TARGET)
-        if name.startswith(IMPORTANCE) or (own and not isinstance(parts.subject, Language)):
+        if name.startswith(IMPORTANCE) or (own and not _is_language(parts)):
             stored[name] = weight
     # A copy of each: what is tied, or a view of another, would be refused.
     plain = {name: each.detach().cpu().contiguous().clone() for name, each in stored.items()}
@@ -69,6 +73,69 @@ def fingerprints(site: Site, parts: Parts) -> list[str]:
     weight = parts.model.decomposition.module(site).weight_t.detach().float().cpu()
     every = weight.expand(parts.model.seeds, -1, -1)
     return [hashlib.sha256(each.contiguous().numpy().tobytes()).hexdigest() for each in every]
+
+
+def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """Return all tensors of a file, and the fingerprints of the target by site."""
+    with safe_open(file, framework="pt") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        return tensors, json.loads((stored.metadata() or {}).get(TARGETS, "{}"))
+
+
+def changed_sites(parts: Parts, known: Mapping[str, list[str]]) -> list[str]:
+    """Return the sites whose weights do not have the fingerprints of a file."""
+    sites = parts.model.decomposition.sites
+    return [site.name for site in sites if known.get(site.name) != fingerprints(site, parts)]
+
+
+@torch.no_grad()
+def load_components(
+    parts: Parts, tensors: Mapping[str, Tensor], *, with_target: bool = True
+) -> None:
+    """Copy components, importance functions and a toy's target into the model."""
+    model = parts.model
+    wanted: dict[str, Tensor] = {}
+    for name, each in model.decomposition.components.items():
+        if isinstance(each, SiteComponents):
+            wanted |= {f"{SITES}{name}/V": each.V, f"{SITES}{name}/U": each.U}
+    own = (IMPORTANCE, TARGET) if with_target and not _is_language(parts) else (IMPORTANCE,)
+    wanted |= {name: each for name, each in model.state_dict().items() if name.startswith(own)}
+    for name, tensor in wanted.items():
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            shape = tuple(tensors[name].shape) if name in tensors else "nothing"
+            raise LookupError(f"{name} must be {tuple(tensor.shape)}, got {shape}")
+    for name, tensor in wanted.items():
+        tensor.copy_(tensors[name])
+
+
+def start_from(parts: Parts, run: str) -> None:
+    """Begin with the components and importance functions of a finished run."""
+    file = expand_path(run) / COMPONENTS
+    if not file.is_file():
+        raise ConfigError(
+            f"decomposition.start_from={run} has no {COMPONENTS}. Give the folder of a finished "
+            "decompose run."
+        )
+    try:
+        tensors, known = read_tensors(file)
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{shown_path(file)} is damaged: {error}.") from error
+    if changed := changed_sites(parts, known):
+        raise ConfigError(
+            f"decomposition.start_from={run} has not decomposed these weights of {changed[0]}. "
+            "Give a run on the same target with the same sites, and for a toy with the same seed."
+        )
+    try:
+        load_components(parts, tensors, with_target=False)
+    except LookupError as error:
+        raise ConfigError(
+            f"decomposition.start_from={run} has other components or importance functions: "
+            f"{error}. Write the sites.components and importance settings of that run."
+        ) from error
+
+
+def _is_language(parts: Parts) -> bool:
+    return isinstance(parts.subject, Language)
 
 
 def read_components(folder: Path, *, seed: int = 0) -> dict[str, Components]:
@@ -137,9 +204,44 @@ def likeness(
                 "alive": [len(each) for each in best],
                 "mmcs": [_mean(each) for each in best],
                 "found": [int((each > ALIKE).sum()) for each in best],
+                "chance": [_mean(each) for each in compare_runs(*_random(one, other))],
             }
         )
     return rows
+
+
+def agreement(runs: Sequence[Mapping[str, Components]]) -> list[dict[str, Any]]:
+    """Return a row per site: how alike the components of several runs are, pair by pair."""
+    pairs = [likeness(one, other) for one, other in combinations(runs, 2)]
+    shared = set.intersection(*({row["site"] for row in rows} for rows in pairs))
+    result = []
+    for name in (name for name in runs[0] if name in shared):
+        rows = [row for rows in pairs for row in rows if row["site"] == name]
+        mmcs = [value for row in rows for value in row["mmcs"]]
+        first, others = runs[0][name], [run[name] for run in runs[1:]]
+        everywhere = torch.stack([compare_runs(first, each)[0] > ALIKE for each in others]).all(0)
+        result.append({
+            "site": name,
+            "alive": [int(run[name].alive.sum()) for run in runs],
+            "mmcs": sum(mmcs) / len(mmcs),
+            "lowest": min(mmcs),
+            "in_all": int(everywhere.sum()),
+            "chance": sum(each for row in rows for each in row["chance"]) / len(mmcs),
+        })  # fmt: skip
+    return result
+
+
+def _random(*components: Components) -> list[Components]:
+    """Return random components of the same shapes, of which as many are alive."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Components(
+            v=torch.randn(each.v.shape, generator=generator),
+            u=torch.randn(each.u.shape, generator=generator),
+            alive=each.alive,
+        )
+        for each in components
+    ]
 
 
 def _mean(cosines: Tensor) -> float:

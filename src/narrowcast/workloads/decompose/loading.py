@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import final
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from narrowcast.config import from_resolved
@@ -16,21 +16,19 @@ from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.hardware.randomness import preserve_rng
 from narrowcast.plain_files import expand_path
 from narrowcast.runs.folder import RESOLVED, RunFolder
-from narrowcast.workloads.decompose.build import Parts, Subject, build_parts
+from narrowcast.workloads.decompose.build import Subject, build_parts
 from narrowcast.workloads.decompose.component_files import (
     COMPONENTS,
-    IMPORTANCE,
     SITES,
-    TARGET,
-    TARGETS,
-    fingerprints,
+    changed_sites,
+    load_components,
+    read_tensors,
 )
-from narrowcast.workloads.decompose.components.decomposition import Components, Passed
+from narrowcast.workloads.decompose.components.decomposition import Passed
 from narrowcast.workloads.decompose.components.masked import SiteMask
 from narrowcast.workloads.decompose.judging import judge, mean_measures
 from narrowcast.workloads.decompose.model import DecompositionModel
 from narrowcast.workloads.decompose.settings import EvalTasksSection
-from narrowcast.workloads.decompose.targets.language import Language
 
 Masks = float | Mapping[str, Tensor | float] | Collection[str]
 """One number for all components, numbers per site, or the names of the components that are on."""
@@ -216,18 +214,17 @@ def load(
         )
     parts = build_parts(recipe, device=torch.device(device), trained=False)
     try:
-        with safe_open(file, framework="pt") as stored:
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-            known = json.loads((stored.metadata() or {}).get(TARGETS, "{}"))
-        alive = _load_into(parts, tensors)
+        tensors, known = read_tensors(file)
+        load_components(parts, tensors)
+        sites = parts.model.decomposition.sites
+        alive = [tensors[f"{SITES}{site.name}/alive"].to(device) for site in sites]
     except (SafetensorError, OSError, LookupError, RuntimeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{shown_path(file)} is damaged: {error}.") from error
-    for site in parts.model.decomposition.sites:
-        if site.name in known and known[site.name] != fingerprints(site, parts):
-            raise CheckpointError(
-                f"{site.name} has other weights than when it was decomposed. Restore the target of "
-                "the run, or write model.path=FOLDER."
-            )
+    if changed := changed_sites(parts, known):
+        raise CheckpointError(
+            f"{changed[0]} has other weights than when it was decomposed. Restore the target of "
+            "the run, or write model.path=FOLDER."
+        )
     return Decomposed(parts.model, subject=parts.subject, recipe=recipe, alive=alive)
 
 
@@ -242,21 +239,3 @@ def _recipe(path: Path, overrides: Iterable[str]) -> Recipe:
             f"{shown_path(path)} is a run of workload {workload}. Give a run of decompose."
         )
     return from_resolved(resolved, overrides, sections=workload_sections).recipe
-
-
-@torch.no_grad()
-def _load_into(parts: Parts, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Copy the components, importance functions and a toy's target; return what is alive."""
-    model = parts.model
-    for name, each in model.decomposition.components.items():
-        if isinstance(each, Components):
-            for part in ("V", "U"):
-                getattr(each, part).copy_(tensors[f"{SITES}{name}/{part}"])
-    of_target = not isinstance(parts.subject, Language)
-    state = model.state_dict()
-    for name, value in state.items():
-        if name.startswith(IMPORTANCE) or (of_target and name.startswith(TARGET)):
-            value.copy_(tensors[name])
-    sites = model.decomposition.sites
-    device = model.decomposition.module(sites[0]).weight.device
-    return [tensors[f"{SITES}{site.name}/alive"].to(device) for site in sites]

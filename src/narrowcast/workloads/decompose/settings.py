@@ -72,6 +72,12 @@ class TargetSection(Section):
         description="batch size of these steps; none: default",
     )
 
+    shuffle: bool = Field(
+        default=False,
+        description="shuffle the entries of each weight matrix of the trained target: a control "
+        "without learned structure",
+    )
+
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if bool(self.toy) == bool(self.path):
@@ -434,6 +440,12 @@ class DecompositionSection(Section):
 
     seeds: int = Field(
         default=1, ge=1, le=MOST_SEEDS, description="decompositions to train at once (toys only)"
+    )
+    start_from: str = Field(
+        default="",
+        max_length=4096,
+        description="finished run on the same target whose components and importance functions "
+        "to start from, without warm-up; empty: random ones",
     )
     delta: bool = Field(
         default=True,

@@ -15,7 +15,7 @@ from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import Hook, LossParts, Task
 from narrowcast.workloads.decompose.build import Parts, build_parts
-from narrowcast.workloads.decompose.component_files import COMPONENTS, save_components
+from narrowcast.workloads.decompose.component_files import COMPONENTS, save_components, start_from
 from narrowcast.workloads.decompose.judging import (
     DecompositionResult,
     judge,
@@ -51,7 +51,11 @@ def collate(samples: Any) -> dict[str, Tensor]:
 
 def build_task(recipe: Recipe, *, device: torch.device) -> Task:
     """Return the task of a decompose recipe."""
-    return Decompose(recipe=recipe, parts=build_parts(recipe, device=device), device=device).task()
+    parts = build_parts(recipe, device=device)
+    earlier = recipe.section(DecompositionSection).start_from
+    if earlier and device.type != "meta":
+        start_from(parts, earlier)
+    return Decompose(recipe=recipe, parts=parts, device=device).task()
 
 
 @final
@@ -149,6 +153,8 @@ class Decompose:
     def warm_up(self, prepared: Prepared) -> None:
         """Train components on faithfulness alone, before the first step."""
         settings = self.recipe.section(DecompositionSection)
+        if settings.start_from:
+            return
         decomposition = self.parts.model.decomposition
         trained = list(decomposition.components.parameters())
         optimizer = torch.optim.AdamW(
