@@ -128,6 +128,11 @@ def test_a_target_that_changed_raises(decomposed_gpt2, gpt2_folder, tmp_path):
         nc.decompose.load(decomposed_gpt2, [f"model.path={tmp_path}"])
 
 
+def test_a_device_that_does_not_exist_raises(decomposed_gpt2):
+    with pytest.raises(ConfigError, match="device=cuda:99 is not available"):
+        nc.decompose.load(decomposed_gpt2, device="cuda:99")
+
+
 def test_what_is_no_finished_decomposition_raises(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         nc.decompose.load(tmp_path / "nowhere")

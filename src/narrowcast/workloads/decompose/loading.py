@@ -212,6 +212,7 @@ def load(
         raise ConfigError(
             f"{shown_path(file)} does not exist. Give the folder of a finished decompose run."
         )
+    _check_device(device)
     parts = build_parts(recipe, device=torch.device(device), trained=False)
     try:
         tensors, known = read_tensors(file)
@@ -226,6 +227,14 @@ def load(
             "the run, or write model.path=FOLDER."
         )
     return Decomposed(parts.model, subject=parts.subject, recipe=recipe, alive=alive)
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        text = str(error).splitlines()[0]
+        raise ConfigError(f"device={device} is not available: {text}. Write cpu or cuda.") from None
 
 
 def _recipe(path: Path, overrides: Iterable[str]) -> Recipe:
