@@ -85,7 +85,7 @@ def compare(first: str, others: tuple[str, ...], seed: int, other_seed: int, as_
     show_default=True,
     help="Components whose sources are measured, the most important ones; 0: none.",
 )
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, …")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, … or auto.")
 @click.option("--out", type=click.Path(), help="Folder for the files.  [default: RUN]")
 def harvest(
     run: str,

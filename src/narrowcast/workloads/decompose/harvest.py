@@ -238,7 +238,8 @@ class _Harvest:
                         "window": batch.start + index,
                         "position": peak,
                         "tokens": [self.texts[each] for each in tokens[part]],
-                        "importances": [round(each, 2) for each in strengths],
+                        "peak": peak - part.start,
+                        "importances": [round(each, 3) for each in strengths],
                     }
                     result.setdefault((site, number), []).append((rank, example))
         return {

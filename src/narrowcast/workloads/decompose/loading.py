@@ -13,6 +13,7 @@ from narrowcast.config import from_resolved
 from narrowcast.config.problems import shown_path
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import CheckpointError, ConfigError
+from narrowcast.hardware import detect_hardware
 from narrowcast.hardware.randomness import preserve_rng
 from narrowcast.plain_files import expand_path
 from narrowcast.runs.folder import RESOLVED, RunFolder
@@ -199,11 +200,12 @@ def load(
         run: Folder of a finished `decompose` run.
         overrides: Settings as KEY=VALUE, such as `model.path=FOLDER` if the target has moved, or
             `data.text=[FILE]` for other text.
-        device: Where it runs.
+        device: Where it runs: cpu, cuda, cuda:1 or auto.
 
     Raises:
         ConfigError: The run is not a finished decomposition.
         CheckpointError: Files are damaged, or the target has changed.
+        UnsupportedError: The device does not exist here.
     """
     path = expand_path(str(run))
     recipe = _recipe(path, overrides)
@@ -212,8 +214,9 @@ def load(
         raise ConfigError(
             f"{shown_path(file)} does not exist. Give the folder of a finished decompose run."
         )
-    _check_device(device)
-    parts = build_parts(recipe, device=torch.device(device), trained=False)
+    hardware = detect_hardware(str(device))  # raises if it is not available
+    device = torch.device(hardware.device if str(device) == "auto" else device)
+    parts = build_parts(recipe, device=device, trained=False)
     try:
         tensors, known = read_tensors(file)
         load_components(parts, tensors)
@@ -227,14 +230,6 @@ def load(
             "the run, or write model.path=FOLDER."
         )
     return Decomposed(parts.model, subject=parts.subject, recipe=recipe, alive=alive)
-
-
-def _check_device(device: str | torch.device) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        text = str(error).splitlines()[0]
-        raise ConfigError(f"device={device} is not available: {text}. Write cpu or cuda.") from None
 
 
 def _recipe(path: Path, overrides: Iterable[str]) -> Recipe:

@@ -42,9 +42,8 @@ for (const name of ["", ...Object.keys(data.sites)]) {
 
 function contexts(example, parent) {
   const line = make("div", "text");
-  const largest = example.importances.indexOf(Math.max(...example.importances));
   example.tokens.forEach((token, number) => {
-    const span = make("span", number === largest ? "peak" : "", visible(token));
+    const span = make("span", number === example.peak ? "peak" : "", visible(token));
     span.style.background = `rgb(var(--mark) / ${0.6 * Math.min(example.importances[number], 1)})`;
     span.title = `importance ${example.importances[number]}`;
     line.append(span);

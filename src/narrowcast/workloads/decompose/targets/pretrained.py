@@ -105,7 +105,7 @@ def find_run(
 
 
 def _byte_text(token: int) -> str:
-    return bytes([token]).decode(errors="replace")
+    return bytes([token]).decode(errors="replace") if token < 256 else f"#{token}"
 
 
 def _check_tokens(name: str, resolved: Mapping[str, Any]) -> None:
