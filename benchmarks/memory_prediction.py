@@ -35,7 +35,7 @@ from narrowcast.precision.estimate.dry_run import estimate_step
 from narrowcast.precision.estimate.seconds import step_seconds
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.runner.fitting import advise, predict
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 SPLIT = "bf16, params=bf16, master=split"
 FP8 = "fp8-delayed, params=bf16, master=split"
@@ -264,7 +264,7 @@ def main() -> None:
         print(json.dumps(measured(*json.loads(options.worker))))
         return
     gpu = torch.cuda.is_available()
-    result: dict[str, Any] = {"environment": describe_environment(), "rows": []}
+    result: dict[str, Any] = {"environment": describe_machine(), "rows": []}
     for path in options.against:
         result["rows"] += against(path, options.only)
     hardware = detect_hardware("auto")
