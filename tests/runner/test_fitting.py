@@ -70,6 +70,7 @@ def test_auto_applies_the_first_advice_and_records_it(whole: int, tmp_path: Path
     run.close()
     changed = [key for key, entry in resolved.items() if entry["origin"] == "memory.fit"]
     assert "batch_size" in changed
+    assert [line for line in run.notices if f"batch_size={run.recipe.batch_size}" in line]
     assert plan["predicted"]["memory"]["allocated"] <= whole * 6 // 10
 
 

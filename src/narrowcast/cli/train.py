@@ -112,6 +112,8 @@ def _train(loaded: LoadedRecipe, out: str | None, *, console: Console, ranks: Ru
         if run.task_row is not None:
             print_task_row(console, run.task_row)
         print_strategy(console, strategy_row(run.recipe, run.plan))
+        for notice in run.notices:
+            say(console, "note", notice, style="yellow")
         if any(module.how == "emulated" for module in run.plan.modules):
             say(
                 console,

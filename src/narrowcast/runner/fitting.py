@@ -120,6 +120,19 @@ def fit(loaded: LoadedRecipe, hardware: Hardware) -> tuple[LoadedRecipe, Predict
     raise UnsupportedError(refusal(prediction.memory, hardware, advice, limit=limit))
 
 
+def fit_notices(loaded: LoadedRecipe, prediction: Prediction | None) -> list[str]:
+    """Return what `memory.fit=auto` changed, as one line; empty if nothing was changed."""
+    settings = {
+        key: each["value"] for key, each in loaded.resolved().items() if each["origin"] == ORIGIN
+    }
+    if not settings:
+        return []
+    command = " ".join(f"{key}={_written(value)}" for key, value in settings.items())
+    needed = prediction.memory if prediction is not None else None
+    takes = f" A step needs {size(needed.needed)}." if needed is not None else ""
+    return [f"memory.fit=auto set {command} so that the run fits.{takes}"]
+
+
 def refusal(
     memory: MemoryEstimate, hardware: Hardware, advice: Sequence[Advice], *, limit: int
 ) -> str:

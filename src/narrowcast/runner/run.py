@@ -40,6 +40,7 @@ from narrowcast.runner.fitting import (
     describe_exhaustion,
     earlier_prediction,
     fit,
+    fit_notices,
     is_exhausted,
     predict,
 )
@@ -114,7 +115,7 @@ class Run:
         self.resumed_from = resumed_from
         """Step that a resumed run continues from; None for a new run."""
         self.notices = list(notices)
-        """How the rest of a resumed run will differ."""
+        """What `memory.fit=auto` changed, or how the rest of a resumed run will differ."""
         self.task_row = task_row
         """The row that `precision.task` selected, as in plan.json, or None."""
         self._assembled, self._records = assembled, records
@@ -346,6 +347,7 @@ def _started(loaded: LoadedRecipe, *, out: str | Path | None, ranks: RunRanks) -
     hardware = check_settings(loaded.recipe)
     by_task = decided(loaded, hardware)
     fitted, prediction = fit(by_task.loaded, hardware)
+    changed = fit_notices(fitted, prediction)
     by_task = replace(by_task, loaded=fitted)
     assembled = assemble(fitted.recipe, ranks=ranks)
     loaded = by_task.loaded.for_samples(len(assembled.task.train_data))
@@ -354,7 +356,7 @@ def _started(loaded: LoadedRecipe, *, out: str | Path | None, ranks: RunRanks) -
     if loaded.recipe.strategy.has_baseline:
         records = _with_baseline(loaded.recipe, records, ranks=ranks)
     if path is None or not ranks.is_main:
-        return Run(loaded, assembled, records, folder=None, task_row=by_task.row)
+        return Run(loaded, assembled, records, folder=None, notices=changed, task_row=by_task.row)
     folder = RunFolder.create(
         path,
         recipe_text=loaded.text,
@@ -366,7 +368,7 @@ def _started(loaded: LoadedRecipe, *, out: str | Path | None, ranks: RunRanks) -
     info = plan_json(loaded.recipe, assembled.plans, task_row=by_task.row)
     predicted = {} if prediction is None else {PREDICTED: prediction.to_json()}
     folder.write_json(PLAN, {**info, **predicted})
-    return Run(loaded, assembled, records, folder=folder, task_row=by_task.row)
+    return Run(loaded, assembled, records, folder=folder, notices=changed, task_row=by_task.row)
 
 
 def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterable[str] = ()) -> Run:

@@ -27,7 +27,7 @@ ROLES = {
     "grads": "gradients",
     "master": "master",
     "moments": "moments",
-    "fp8": "weights in fp8",
+    "fp8": "fp8 weights and tables",
 }
 ROOM_FOR_REASONS = 150
 """Columns from which most reasons fit beside the eight columns before them."""
