@@ -39,6 +39,8 @@ def on_ranks(world: int, function: Callable[[int], Any], *, seconds: float = 60.
         threads_as_ranks.ProcessLocalGroup.reset()
         threads_as_ranks._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        # The stance belongs to the process; ranks that replay a step may leave it to each other.
+        torch.compiler.set_stance("default")
     if errors:
         raise errors[0]
     return results

@@ -50,7 +50,8 @@ def test_json_counts_the_bytes_of_the_model_that_is_built(narrowcast, tiny):
 
 def test_a_model_larger_than_memory_is_planned_without_allocating_it():
     command = [sys.executable, "-m", "narrowcast", "plan", "lm/gpt-2.8b", "device=cpu"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode in (0, 3), ended.stderr  # 3: it does not fit into this machine
     assert "2.83 B parameters" in ended.stdout
     # Its weights alone take 10.5 GiB. Kilobytes, except on a Mac.
     unit = 1 if sys.platform == "darwin" else 1024
@@ -113,7 +114,11 @@ def test_a_phase_that_cannot_be_is_refused_with_its_number(narrowcast, tiny):
 def test_json_is_the_file_that_a_run_of_the_recipe_keeps(words, narrowcast, tiny, tmp_path):
     folder = tmp_path / "run"
     assert narrowcast("train", tiny, *words, "--out", str(folder)).code == 0
-    assert narrowcast("plan", tiny, *words, "--json").out == (folder / "plan.json").read_text()
+    planned = json.loads(narrowcast("plan", tiny, *words, "--json").out)
+    assert planned.pop("predicted")["memory"]["allocated"] > 0
+    for each in [planned, *planned.get("phases", [])]:
+        each.get("memory", {}).pop("predicted", None)
+    assert planned == json.loads((folder / "plan.json").read_text())
 
 
 def test_a_piece_that_the_model_does_not_have_is_refused_by_its_name(narrowcast, tiny):

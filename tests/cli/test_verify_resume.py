@@ -13,7 +13,9 @@ def test_a_recipe_that_changes_its_policy_resumes_bit_for_bit_and_leaves_nothing
     ended = narrowcast("verify-resume", tiny, "steps=40", f"precision.schedule={phases}")
     assert (ended.code, ended.err) == (0, "")
     assert "equal, bit for bit: killed after step" in ended.out
-    assert [path.name for path in tmp_path.iterdir()] == [Path(tiny).name]
+    # Python's multiprocessing removes its own folder when the interpreter ends.
+    left = [path.name for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]
+    assert left == [Path(tiny).name]
 
 
 def test_a_bad_setting_is_refused_before_anything_runs(narrowcast, tiny):

@@ -51,6 +51,7 @@ PLAN: Shape = {
     "bytes": {ANY: int},
     "strategy": {"bytes": {ANY: int}},
     "phases": [{"policy": str, "formats": {ANY: str}}],
+    "predicted": {"memory": ({"allocated": int}, None)},
 }
 """Of plan.json."""
 
@@ -172,6 +173,17 @@ class RunData:
     @property
     def modules(self) -> list[Mapping[str, Any]]:
         return list((self.plan or {}).get("modules", []))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the run was planned for a GPU."""
+        return "(cuda" in str((self.plan or {}).get("hardware"))
+
+    @property
+    def predicted_peak(self) -> int | None:
+        """The predicted peak of the tensors of a step in bytes; None if nothing was predicted."""
+        memory = (self.plan or {}).get("predicted", {}).get("memory")
+        return None if memory is None else memory.get("allocated")
 
     @property
     def phases(self) -> list[Mapping[str, Any]]:

@@ -279,7 +279,13 @@ def _speed_facts(data: RunData) -> list[Fact]:
 
 def _memory_fact(data: RunData) -> list[Fact]:
     peak = max(record.peak_bytes for record in data.steps)
-    return [Fact("Peak memory", size(peak), note="measured")] if peak > 0 else []
+    if peak <= 0:
+        return []
+    # Without a GPU the peak is that of the whole process, with Python and torch.
+    measured = "measured" if data.on_gpu else "measured, of the process"
+    predicted = data.predicted_peak
+    note = measured if predicted is None else f"{measured}; tensors predicted: {size(predicted)}"
+    return [Fact("Peak memory", size(peak), note=note)]
 
 
 MOST_FINDINGS = 3

@@ -34,6 +34,8 @@ MOST_ADVICE = 3
 MARGIN = 1.05
 """Advice needs less than the limit by this factor: predictions were off by a few percent."""
 ORIGIN = "memory.fit"
+MOST_MODULES = 3000
+"""Modules of the largest model that is rehearsed: a minute, with the advice."""
 PREDICTED = "predicted"
 """Key of the prediction in plan.json."""
 
@@ -81,6 +83,9 @@ def predict(recipe: Recipe, hardware: Hardware, *, below: float = math.inf) -> P
     task = build_task(rank, device=torch.device("meta"))
     plans = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
     largest = max(range(len(plans)), key=lambda i: sum(plans[i].bytes.values()))
+    if sum(1 for _ in task.model.modules()) > MOST_MODULES:
+        missing = f"the model has more than {MOST_MODULES:,} modules"
+        return Prediction(plans=plans, memory=None, seconds=None, missing=missing)
     if recipe.parallel.ranks in (None, 1) and sum(plans[largest].bytes.values()) > below:
         return Prediction(plans=plans, memory=None, seconds=None, missing="too large")
     try:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowcast.runs import ReportSection
 from narrowcast.runs.report_drawing import (
@@ -28,8 +28,10 @@ from narrowcast.workloads.sft.ica import text
 from narrowcast.workloads.sft.ica.networks import FunctionalNetworks
 from narrowcast.workloads.sft.ica.networks_file import load_networks
 from narrowcast.workloads.sft.ica.study.ablation import Ablation, Interval, load_ablation
-from narrowcast.workloads.sft.ica.study.continual import Learned, mean_matrices, summary
-from narrowcast.workloads.sft.ica.study.driving import Resampled
+
+if TYPE_CHECKING:  # a report of a run needs neither torch nor numpy
+    from narrowcast.workloads.sft.ica.study.continual import Learned
+    from narrowcast.workloads.sft.ica.study.driving import Resampled
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fdfdfb; --sunk: #f4f4f0; --ink: #1d2429;
@@ -284,7 +286,7 @@ def driving_section(driving: Sequence[Mapping[str, Any]]) -> ReportSection:
     return ReportSection(title="Tokens that drive each component", html="\n".join(parts))
 
 
-def resampled_section(resampled: Sequence[Resampled]) -> ReportSection:
+def resampled_section(resampled: "Sequence[Resampled]") -> ReportSection:
     """Return the bootstrap stability of each component."""
     note = (
         "Documents are drawn with replacement and networks are found again. The IoU is that with "
@@ -294,8 +296,10 @@ def resampled_section(resampled: Sequence[Resampled]) -> ReportSection:
     return ReportSection(title="Stability over documents", html=html)
 
 
-def continual_section(results: Sequence[Learned]) -> ReportSection:
+def continual_section(results: "Sequence[Learned]") -> ReportSection:
     """Return the table of methods, and the accuracies of each after each task."""
+    from narrowcast.workloads.sft.ica.study.continual import mean_matrices, summary
+
     note = (
         "Average is the mean accuracy over all tasks at the end. Backward transfer is the mean "
         "change of a task since it was learned, and forgetting the mean loss from its best. Models "

@@ -1,11 +1,13 @@
 """Networks and ablations as text for a terminal."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowcast.workloads.sft.ica.networks import FunctionalNetworks
 from narrowcast.workloads.sft.ica.study.ablation import Ablation, Lesion, Level
-from narrowcast.workloads.sft.ica.study.driving import FOUND, Resampled
+
+if TYPE_CHECKING:
+    from narrowcast.workloads.sft.ica.study.driving import Resampled
 
 _OF_NUMBERS = frozenset("-–0123456789.,%e+")
 MOST_LAYERS = 6
@@ -176,8 +178,10 @@ def driving_lines(driving: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def resampled_rows(resampled: Sequence[Resampled]) -> tuple[list[str], list[list[str]]]:
+def resampled_rows(resampled: "Sequence[Resampled]") -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table of bootstrap stability."""
+    from narrowcast.workloads.sft.ica.study.driving import FOUND
+
     head = ["component", "IoU", "5 % quantile", f"found again (IoU ≥ {FOUND})"]
     return head, [
         [str(each.component), f"{each.iou:.2f}", f"{each.low:.2f}", f"{each.recovered:.0%}"]
