@@ -175,17 +175,6 @@ class RunData:
         return list((self.plan or {}).get("modules", []))
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether the run was planned for a GPU."""
-        return "(cuda" in str((self.plan or {}).get("hardware"))
-
-    @property
-    def predicted_peak(self) -> int | None:
-        """The predicted peak of the tensors of a step in bytes; None if nothing was predicted."""
-        memory = (self.plan or {}).get("predicted", {}).get("memory")
-        return None if memory is None else memory.get("allocated")
-
-    @property
     def phases(self) -> list[Mapping[str, Any]]:
         """The phases of the plan: the policy of each, and what it gives each module."""
         return list((self.plan or {}).get("phases", []))

@@ -281,10 +281,12 @@ def _memory_fact(data: RunData) -> list[Fact]:
     peak = max(record.peak_bytes for record in data.steps)
     if peak <= 0:
         return []
+    plan = data.plan or {}
     # Without a GPU the peak is that of the whole process, with Python and torch.
-    measured = "measured" if data.on_gpu else "measured, of the process"
-    predicted = data.predicted_peak
-    note = measured if predicted is None else f"{measured}; tensors predicted: {size(predicted)}"
+    note = "measured" if "(cuda" in str(plan.get("hardware")) else "measured, of the process"
+    predicted = plan.get("predicted", {}).get("memory") or {}
+    if "allocated" in predicted:
+        note += f"; tensors predicted: {size(predicted['allocated'])}"
     return [Fact("Peak memory", size(peak), note=note)]
 
 

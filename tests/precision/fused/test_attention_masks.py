@@ -207,3 +207,21 @@ def test_a_plan_leaves_the_model_and_transformers_as_they_are(language_model):
     assert [type(module) for module in model.modules()] == kinds
     assert transformers.masking_utils.find_packed_sequence_indices is before
     assert any(each.piece == "mask" and each.fused for each in plan.fused)
+
+
+def test_threads_that_plan_at_once_leave_the_functions_of_transformers(language_model):
+    library = transformers.masking_utils
+    names = ("find_packed_sequence_indices", "_preprocess_mask_arguments")
+    before = [getattr(library, name) for name in names]
+    models, results = [language_model("Llama") for _ in range(4)], []
+
+    def trace(model):
+        results.extend(why_masked(model.model) for _ in range(10))
+
+    threads = [threading.Thread(target=trace, args=(model,)) for model in models]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert results == [""] * 40
+    assert [getattr(library, name) for name in names] == before

@@ -7,6 +7,7 @@ once, in the order in which they are made and freed.
 import contextlib
 import copy
 import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,8 @@ _SMALL_WORKSPACE = 8_519_680
 _PART = 64 * 2**20
 """Bytes of moments that the device holds of offloaded ones, in two parts; a large weight is one."""
 
+_rehearsing = threading.Lock()
+"""Held while `nn.Module.__call__` is replaced."""
 ASSUMED = "the model branches on values of tensors, which are taken as true"
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -96,7 +99,7 @@ def estimate_step(
     moved, notes = _without_offload(plan)
     names = {id(module): name for name, module in made.named_modules()}
     try:
-        with _Rehearsal(moved, names) as rehearsal:
+        with _rehearsing, _Rehearsal(moved, names) as rehearsal:
             rehearsal.train(
                 made,
                 inputs,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError
 from narrowcast.precision.fused.linear_cross_entropy import linear_cross_entropy
-from narrowcast.precision.plan.fusing import MASKING, PACKED, standard_loss
+from narrowcast.precision.plan.fusing import MASKING, PACKED, replacing, standard_loss
 from narrowcast.precision.swap import Mixin, has_own_forward, is_watched, plain_class, swap
 
 _here = threading.local()
@@ -226,16 +226,17 @@ def _answer(library: Any, question: str, answer: Any, *, whatever: bool) -> None
 
     Unless `whatever`, only if all arguments are None: a model's own mask would have to be read.
     """
-    theirs: Callable[..., Any] = getattr(library, question)
-    if hasattr(theirs, "nc_theirs"):
-        return
+    with replacing:
+        theirs: Callable[..., Any] = getattr(library, question)
+        if hasattr(theirs, "nc_theirs"):
+            return
 
-    @functools.wraps(theirs)
-    def answered(*args: Any, **kwargs: Any) -> Any:
-        nothing = all(each is None for each in (*args, *kwargs.values()))
-        if getattr(_mask_state, "needs_none", False) and (whatever or nothing):
-            return answer
-        return theirs(*args, **kwargs)
+        @functools.wraps(theirs)
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            nothing = all(each is None for each in (*args, *kwargs.values()))
+            if getattr(_mask_state, "needs_none", False) and (whatever or nothing):
+                return answer
+            return theirs(*args, **kwargs)
 
-    answered.nc_theirs = theirs  # type: ignore[attr-defined]
-    setattr(library, question, answered)
+        answered.nc_theirs = theirs  # type: ignore[attr-defined]
+        setattr(library, question, answered)

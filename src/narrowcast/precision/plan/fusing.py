@@ -176,6 +176,8 @@ PACKED = "find_packed_sequence_indices"
 """What transformers calls the function that looks for several sequences in a row of positions."""
 _BEGUN = "_preprocess_mask_arguments"
 """And the one that every mask begins with."""
+replacing = threading.Lock()
+"""Held while functions of transformers are replaced, so that each thread restores the original."""
 _CAUSAL = frozenset({"create_causal_mask", "create_sliding_window_causal_mask"})
 _BOTH_WAYS = frozenset({"create_bidirectional_mask", "create_bidirectional_sliding_window_mask"})
 
@@ -217,6 +219,12 @@ def _why_not_counted(module: nn.Module) -> str:
     """
     plain: Any = plain_class(module)
     library: Any = sys.modules[MASKING]
+    with replacing:
+        return _traced_positions(module, plain, library)
+
+
+def _traced_positions(module: nn.Module, plain: Any, library: Any) -> str:
+    """Trace with the mask functions of transformers replaced; one thread at a time."""
     theirs, seen, masks = getattr(library, PACKED), list[Tensor](), list[Any]()
     begun, mine = getattr(library, _BEGUN, None), threading.get_ident()
 
