@@ -98,3 +98,11 @@ def test_plan_of_a_gpu_that_is_not_here_exits_three_without_fitting() -> None:
     predicted = json.loads(ended.stdout)["predicted"]
     assert not predicted["fits"]
     assert predicted["time"]["bound"] in ("tensor cores", "memory", "host")
+
+
+def test_limit_raises_if_nothing_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("narrowcast.runner.fitting.MOST_MODULES", 3)
+    with pytest.raises(UnsupportedError, match=r"more than 3 modules.*memory\.fit=ignore"):
+        fit(recipe("memory.limit=1GiB"), CPU)
+    loaded = recipe()
+    assert fit(loaded, CPU) == (loaded, None)

@@ -114,7 +114,14 @@ def fit(loaded: LoadedRecipe, hardware: Hardware) -> tuple[LoadedRecipe, Predict
     if not requested and not hardware.device.startswith("cuda"):
         return loaded, None  # the memory of a CPU is rarely what ends a run
     prediction = predict(recipe, hardware)
-    if prediction.memory is None or prediction.memory.needed <= limit:
+    if prediction.memory is None:
+        if requested:
+            raise UnsupportedError(
+                f"memory.limit and memory.fit=auto need a prediction of the memory, and there is "
+                f"none: {prediction.missing}. Write memory.fit=ignore to train without a check."
+            )
+        return loaded, prediction
+    if prediction.memory.needed <= limit:
         return loaded, prediction
     if recipe.memory.fit == "auto":
         first = next(advise(loaded, hardware, limit=limit, most=1), None)
