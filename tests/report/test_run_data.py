@@ -3,7 +3,9 @@ import json
 import pytest
 
 from narrowcast.errors import CheckpointError
-from narrowcast.report.run_data import read_run
+from narrowcast.report.run_data import PLAN, read_run
+from narrowcast.runner.fitting import Prediction
+from narrowcast.runs.shape import misfit
 
 
 def test_every_record_of_a_run_is_in_its_data(run_folder):
@@ -49,3 +51,8 @@ def test_a_folder_that_does_not_say_what_it_counts_counts_tokens(run_folder):
 def test_what_a_run_counts_is_read_from_its_folder(make_run, step, classifier):
     folder = make_run([step(1)], steps=1, task=classifier)
     assert read_run(folder).task == classifier
+
+
+def test_plans_without_a_prediction_are_read() -> None:
+    prediction = Prediction(plans=(), memory=None, seconds=None, missing="no shapes")
+    assert misfit({"predicted": prediction.to_json()}, PLAN) is None

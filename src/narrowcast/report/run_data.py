@@ -51,7 +51,7 @@ PLAN: Shape = {
     "bytes": {ANY: int},
     "strategy": {"bytes": {ANY: int}},
     "phases": [{"policy": str, "formats": {ANY: str}}],
-    "predicted": {"memory": ({"allocated": int}, None)},
+    "predicted": {"memory": ({"allocated": int}, NoneType)},
 }
 """Of plan.json."""
 
