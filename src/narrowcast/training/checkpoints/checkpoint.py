@@ -25,7 +25,7 @@ from narrowcast.hardware.transfers import HostCopies, to_host
 from narrowcast.plain_files import read_plain
 from narrowcast.runs.records import CheckpointRecord
 from narrowcast.runs.writing import remove, remove_leftovers, write_text, written_atomically
-from narrowcast.training.checkpoints.tree import flatten, unflatten, write_tensors
+from narrowcast.training.checkpoints.tree import CHECKSUM_THREADS, flatten, unflatten, write_tensors
 
 FORMAT = 1
 """Version of the layout; readers raise for any other."""
@@ -220,7 +220,7 @@ def _checksums(tensors: dict[str, Tensor]) -> Iterator[Callable[[], dict[str, st
 
     SHA-256 takes longer than the disk: 1.2 s for 1.4 GB where writing and syncing took 0.9 s.
     """
-    with ThreadPoolExecutor(thread_name_prefix="checksum") as threads:
+    with ThreadPoolExecutor(CHECKSUM_THREADS, "checksum") as threads:
         matched = threads.map(_tensor_checksum, tensors.values())
         yield lambda: dict(zip(tensors, matched, strict=True))
 

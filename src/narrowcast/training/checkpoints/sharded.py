@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from os import getpid
 from pathlib import Path
 from typing import Any, final
@@ -38,6 +38,7 @@ from narrowcast.runs.writing import (
 from narrowcast.training.checkpoints.frozen import checksums
 from narrowcast.training.checkpoints.ranks import CheckpointRanks
 from narrowcast.training.checkpoints.tree import (
+    CHECKSUM_THREADS,
     flatten_named,
     joined_name,
     unflatten,
@@ -179,6 +180,8 @@ class _Named:
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.locals: dict[str, Tensor] = {}
+        """The part of each tensor on this rank."""
         self.aliases: dict[str, str] = {}
         self._names: dict[tuple[object, ...], str] = {}
         self.tree = flatten_named(state, self._name)
@@ -204,7 +207,7 @@ class _Named:
         memory = (local.data_ptr(), tensor.shape, local.shape, local.stride(), local.dtype)
         if local.numel() and (first := self._names.setdefault(memory, name)) != name:
             self.aliases[name] = first
-        self.tensors[name] = tensor
+        self.tensors[name], self.locals[name] = tensor, local
         return name
 
 
@@ -213,29 +216,35 @@ def _outline(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape) if as_sharded(tensor) is not None else ''}"
 
 
-def own_box(tensor: Tensor) -> Box:
+def own_box(tensor: Tensor, box_of_shard: Callable[..., Box] | None = None) -> Box:
     """Return which part of a tensor this rank holds."""
-    sharded, local = as_sharded(tensor), local_part(tensor)
+    sharded = as_sharded(tensor)
     if sharded is None:
         return Box.whole(tuple(tensor.shape))
+    local = local_part(tensor)
+    place = box_of_shard or _box_of_shard
+    return place(sharded.device_mesh, sharded.placements, tuple(tensor.shape), tuple(local.shape))
+
+
+def _box_of_shard(
+    mesh: Any, placements: tuple[Any, ...], whole: tuple[int, ...], local: tuple[int, ...]
+) -> Box:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if any(placement.is_partial() for placement in sharded.placements):
+    if any(placement.is_partial() for placement in placements):
         raise UnsupportedError(
-            f"A checkpoint holds sharded or replicated tensors, got {sharded.placements}. Call "
+            f"A checkpoint holds sharded or replicated tensors, got {placements}. Call "
             "redistribute() on the tensor first."
         )
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, sharded.device_mesh, sharded.placements
-    )
-    if not local.numel():
-        return Box(offset=(0,) * local.dim(), shape=tuple(local.shape))
-    if tuple(shape) != tuple(local.shape):
+    if 0 in local:
+        return Box(offset=(0,) * len(local), shape=local)
+    shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
+    if tuple(shape) != local:
         raise UnsupportedError(
-            "A checkpoint holds shards that are one block of a tensor, got a shard of "
-            f"{tuple(local.shape)} placed as {sharded.placements}. Shard it in another way."
+            f"A checkpoint holds shards that are one block of a tensor, got a shard of {local} "
+            f"placed as {placements}. Shard it in another way."
         )
-    return Box(offset=tuple(offset), shape=tuple(shape))
+    return Box(offset=tuple(offset), shape=local)
 
 
 def _is_written_here(tensor: Tensor) -> bool:
@@ -252,6 +261,7 @@ def _snapshot(
     named: _Named, index: dict[str, Any], by_rank: set[str], rank: int, *, copied: bool
 ) -> ShardedSnapshot:
     kinds, mine, chunks = dict[str, Any](), dict[str, Tensor](), dict[str, Any]()
+    box_of_shard = cache(_box_of_shard)  # most shards have the shape of another, and a box is slow
     for name, tensor in named.tensors.items():
         if name in index["aliases"] or named.has_codes(name):
             continue
@@ -263,7 +273,7 @@ def _snapshot(
             "by_rank": name in by_rank,
             "scale": None if scale is None else name + SCALE,
         }
-        local, box = local_part(tensor), own_box(tensor)
+        local, box = named.locals[name], own_box(tensor, box_of_shard)
         if sharded:
             writes = _is_written_here(tensor) and local.numel() > 0
         else:
@@ -272,7 +282,7 @@ def _snapshot(
             mine[name] = local
             chunks[name] = {"offset": list(box.offset), "shape": list(box.shape)}
             if scale is not None:
-                mine[name + SCALE] = local_part(scale)
+                mine[name + SCALE] = named.locals[name + SCALE]
                 chunks[name]["strides"] = list(local.stride())
     tensors = HostCopies(mine).wait if copied else partial(to_host, mine)
     return ShardedSnapshot(tensors=tensors, chunks=chunks, index={**index, "tensors": kinds})
@@ -327,7 +337,7 @@ def _write_file(taken: ShardedSnapshot, folder: Path, rank: int) -> dict[str, An
     if not tensors:
         return {"bytes": 0, "chunks": {}}
     file = folder / _file(rank)
-    with _writing(file), ThreadPoolExecutor(thread_name_prefix="checksum") as threads:
+    with _writing(file), ThreadPoolExecutor(CHECKSUM_THREADS, "checksum") as threads:
         matched = threads.map(_checksum, tensors.values())
         folder.mkdir(exist_ok=True)  # network file systems show it late
         write_tensors(file, tensors, metadata={"rank": str(rank)})
