@@ -53,8 +53,8 @@ def fully_shard(
         policy: As in `prepare`.
         blocks: Globs of the modules to shard one by one. Empty: the modules of each list of
             several modules of one class, together up to 50 million weights.
-        **settings: Further arguments of torch's `fully_shard`, such as `reshard_after_forward`,
-            `offload_policy` or `ignored_params`.
+        **settings: Further arguments of torch's `fully_shard`, such as `reshard_after_forward`
+            (False on one rank, else as in torch), `offload_policy` or `ignored_params`.
 
     Returns:
         The same model.
@@ -89,6 +89,8 @@ def fully_shard(
         raise ConfigError(f"{sharded[0]} is sharded already. Call fully_shard() once per model.")
     plan = policy if isinstance(policy, Plan) else make_plan(model, policy)
     settings["mesh"] = _checked_mesh(mesh, model)
+    if settings["mesh"].size(-1) == 1:  # nothing is sharded, and freeing the weights saves no copy
+        settings.setdefault("reshard_after_forward", False)
     settings["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=storage_dtype(plan.policy.reduce))
     trained = {p for p in model.parameters() if p.requires_grad}
     formats = weight_formats(model, plan, trained)
