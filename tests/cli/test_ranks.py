@@ -119,6 +119,7 @@ def test_three_ranks_of_uneven_shares_train_as_one_process_does(launch, narrowca
 def test_a_run_on_two_shards_is_resumed_on_one_rank(launch, narrowcast, tiny, tmp_path, policy):
     words = ["train", tiny, f"precision.policy={policy}", "steps=6", "batch_size=5"]
     words += ["checkpoint.every=3", "checkpoint.keep=9", "eval.every=3", "health.every=3"]
+    words.append(f"checkpoint.background={str(policy != 'fp32').lower()}")
     ended = launch(*words, "parallel.strategy=fsdp", "--out", "shards").ended()
     assert [code for code, _ in ended] == [0, 0], ended
     shards, resumed = tmp_path / "shards", tmp_path / "resumed"

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tests.ranks import on_ranks
 
 import narrowcast as nc
+from narrowcast.errors import CheckpointError, UnsupportedError
 from narrowcast.runner import assemble
 from narrowcast.runs import (
     EvalRecord,
@@ -96,14 +97,49 @@ def check_same(one, two, rel=2e-5):
     ],
 )
 def test_language_models_are_trained_averaged_and_resumed(tiny, tmp_path, words, rel):
-    words = [*words, "checkpoint.every=2", "checkpoint.keep=2", "optimizer.lr=0.003"]
+    words = [
+        *words,
+        "checkpoint.every=2",
+        "checkpoint.keep=2",
+        "optimizer.lr=0.003",
+        "batch_size=3",
+    ]
     one, two = tmp_path / "one", tmp_path / "two"
     train(tiny, words, one)
     train(tiny, words, two, ranks=2)
-    for folder in (two, resumed(two, tmp_path / "on-one"), resumed(one, tmp_path / "on-two", 2)):
+    shards = {"index.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+    saved = {path.name for path in (two / "checkpoints" / "step-000004").iterdir()}
+    assert saved == {"state.json", "tensors.safetensors", *shards}
+    again = (resumed(two, tmp_path / f"on-{n}", n) for n in (1, 3))
+    for folder in (two, *again, resumed(one, tmp_path / "one-on-2", 2)):
         check_same(one, folder, rel)
     changes = [r.step for r in records_of(two) if isinstance(r, PrecisionRecord)]
     assert changes == ([3] if PHASES in words else [])
+
+
+@pytest.mark.parametrize("part", ["content", "size"])
+def test_a_changed_shard_raises_on_all_ranks_and_names_an_intact_checkpoint(tiny, tmp_path, part):
+    run = tmp_path / "run"
+    train(tiny, ["precision.policy=fp32", "checkpoint.every=2", "checkpoint.keep=2"], run, ranks=2)
+    (run / "finished.json").unlink()
+    shard = run / "checkpoints" / "step-000004" / "rank-00001.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] if part == "size" else content[:-1] + b"\x7f")
+    before = (run / "records.jsonl").read_bytes()
+
+    def one_rank(rank):
+        with pytest.raises(CheckpointError, match=r"rank-00001.*resume from step-000002"):
+            nc.resume(run)
+
+    on_ranks(2, one_rank)
+    with pytest.raises(CheckpointError, match=r"rank-00001.*resume from step-000002"):
+        nc.resume(run)
+    assert (run / "records.jsonl").read_bytes() == before
+
+
+def test_saving_shards_in_the_background_needs_gloo(tiny, tmp_path):
+    with pytest.raises(UnsupportedError, match=r"checkpoint\.background=true needs gloo"):
+        train(tiny, ["checkpoint.background=true"], tmp_path / "run", ranks=2)
 
 
 def test_a_skipped_step_is_replayed_and_diagnosed(tiny, tmp_path):

@@ -13,9 +13,10 @@ from narrowcast.runner.report_sections import write_run_report
 from narrowcast.runs import RunFolder, TaskInfo
 from narrowcast.runs.folder import ENVIRONMENT, RECIPE, RESOLVED, TASK
 from narrowcast.runs.writing import explain_write_error
-from narrowcast.training.checkpoints.checkpoint import checkpoint_step, latest
+from narrowcast.training.checkpoints.checkpoint import PREPARED, checkpoint_step, latest
 from narrowcast.training.checkpoints.export import RESULTS, WEIGHTS, RunEnd, results_are_whole
 from narrowcast.training.checkpoints.resume import blamed_on_part, latest_state, require_records
+from narrowcast.training.checkpoints.run_checkpoint import StoredShards
 from narrowcast.training.ending import EarlyStopping, run_end
 
 REPORT_DUE = ".report-due"
@@ -29,6 +30,8 @@ def finished(folder: str | Path, overrides: Sequence[str] = ()) -> RunEnd | None
         if last is None or not _has_final_report(run.path):
             return None
         state = latest_state(run)
+        if state is not None and isinstance(shards := state.get(PREPARED), StoredShards):
+            shards.verify()
         recipe = continued(run, overrides, state=state).after.recipe
         require_records(run, state)
         end = _run_end(state or {}, recipe, run.task_info(), step=checkpoint_step(last))

@@ -445,8 +445,9 @@ def launcher_store() -> Any:
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Return whether a collective failed because of another rank."""
-    if isinstance(error, NarrowcastError):
-        return False
+    if isinstance(error, NarrowcastError):  # as while a checkpoint is written
+        cause = error.__cause__
+        return cause is not None and _is_lost_peer(cause)
     if isinstance(error, torch.distributed.DistError):
         return True
     marks = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup", "recvValue")

@@ -13,12 +13,13 @@ from narrowcast.hardware.randomness import (
     seed_everything,
 )
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.precision.step.saved_state import collect_state
+from narrowcast.precision.step.saved_state import OUTLINE, collect_state, state_outline
 from narrowcast.runs import FindingRecord
+from narrowcast.training.checkpoints.checkpoint import damaged
 from narrowcast.training.checkpoints.data_identity import DataIdentity, identify_data
 from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.resume import blamed_on_part, require_same_model, shapes
-from narrowcast.training.checkpoints.run_checkpoint import sharded_state, whole_state
+from narrowcast.training.checkpoints.run_checkpoint import StoredShards, sharded_state
 from narrowcast.training.checkpoints.settings import (
     decisive_differences,
     difference_text,
@@ -90,8 +91,6 @@ class RunState:
         parts = {name: self._parts[name].state_dict() for name in others}
         # Not copied here: it is written, or copied to the host, before the next step.
         now, frozen = self._frozen.split_frozen(collect_state(self._prepared.engine))
-        if is_sharded(self._prepared.model):
-            now = whole_state(now, needed=self._ranks.is_main)
         parts["prepared"] = now
         return {
             **asdict(progress),
@@ -182,15 +181,29 @@ class RunState:
             with blamed_on_part(step, shown):
                 saved = state[name]
                 if part is self._prepared:
-                    saved = self._frozen.put_back_into(saved, state.get("frozen", {}))
-                    if is_sharded(self._prepared.model):
-                        saved = sharded_state(self._prepared, saved)
+                    saved = self._model_state(saved, state.get("frozen", {}))
                 part.load_state_dict(saved)
         for name, hook in self._hooks.items():
             assert hook.load_state_dict is not None
             with blamed_on_part(step, f"hook {name}"):
                 hook.load_state_dict(state["hooks"][name])
         return Progress(step=step, batches=state["batches"], evaluated=state["evaluated"])
+
+    def _model_state(
+        self, saved: dict[str, Any] | StoredShards, frozen: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Return the state of the model placed as this run's, with its frozen weights."""
+        if isinstance(saved, StoredShards):
+            try:
+                state = saved.read(self._prepared)
+            except CheckpointError as error:
+                raise damaged(saved.path, str(error)) from error
+            state = self._frozen.put_back_into(state, frozen)
+            return {**state, OUTLINE: state_outline(state)}
+        state = self._frozen.put_back_into(saved, frozen)
+        if is_sharded(self._prepared.model):
+            state = sharded_state(self._prepared, state)
+        return state
 
     def restore_randomness(self, state: dict[str, Any]) -> list[FindingRecord]:
         """Restore random generators; return findings about what could not be continued."""

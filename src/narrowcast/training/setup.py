@@ -29,6 +29,7 @@ from narrowcast.precision.plan.rank_costs import choose_strategy
 from narrowcast.precision.sharding import fully_shard
 from narrowcast.precision.step.prepared import Prepared, prepare
 from narrowcast.precision.weights.lookahead import Lookahead
+from narrowcast.training.checkpoints.ranks import CheckpointRanks
 from narrowcast.training.optimizers import FROZEN_UNTIL, build_optimizer, get_groups
 from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.task import Task
@@ -141,6 +142,11 @@ def check_sharding(recipe: Recipe, task: Task, *, plan: Plan) -> None:
         )
     elif recipe.memory.offload:
         wrong = "memory.offload needs whole weights. Leave it out, or write parallel.strategy=ddp."
+    elif recipe.checkpoint.background and not CheckpointRanks().has_own_group:
+        wrong = (
+            "checkpoint.background=true needs gloo beside the process group of training. Write "
+            "checkpoint.background=false."
+        )
     else:
         return
     raise UnsupportedError(f"Sharding (fsdp, hsdp) does not support this recipe. {wrong}")

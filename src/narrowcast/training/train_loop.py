@@ -125,6 +125,7 @@ class _TrainLoop:
             folder=folder,
             settings=recipe.checkpoint,
             ranks=ranks,
+            sharded=is_sharded(prepared.model),
         )
         self._progress = Progress()
 

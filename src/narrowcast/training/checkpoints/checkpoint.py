@@ -1,6 +1,7 @@
 """Checkpoints: the whole state of a run at one step, without pickle.
 
-A folder is written under another name, synced and renamed, so `step-000100` is always complete.
+A folder is written under another name, synced and renamed, so `step-000100` is always complete. For
+a sharded model, it also holds one file per rank and their index.
 """
 
 import hashlib
@@ -25,12 +26,22 @@ from narrowcast.hardware.transfers import HostCopies, to_host
 from narrowcast.plain_files import read_plain
 from narrowcast.runs.records import CheckpointRecord
 from narrowcast.runs.writing import remove, remove_leftovers, write_text, written_atomically
+from narrowcast.training.checkpoints.ranks import CheckpointRanks
+from narrowcast.training.checkpoints.run_checkpoint import StoredShards
+from narrowcast.training.checkpoints.sharded import (
+    ADVICE,
+    ShardedSnapshot,
+    index_digest,
+    write_sharded,
+)
 from narrowcast.training.checkpoints.tree import CHECKSUM_THREADS, flatten, unflatten, write_tensors
 
 FORMAT = 1
 """Version of the layout; readers raise for any other."""
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
+PREPARED = "prepared"
+"""The part of the state that the model, the optimizer and their formats have."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,22 +79,59 @@ def write_snapshot(
 ) -> CheckpointRecord:
     """Write a checkpoint, then remove all but it and the `keep` newest up to `good_until`."""
     began = time.perf_counter()
-    step, tensors = taken.step, taken.tensors()
-    path = checkpoint_path(folder, step)
-    last = latest(folder)
+    path, last = checkpoint_path(folder, taken.step), latest(folder)
     hint = f"{last} is unchanged, resume from it" if last else "there is no earlier checkpoint"
-    with written_atomically(path, hint=hint) as extra, _checksums(tensors) as checksums:
+    with written_atomically(path, hint=hint) as extra:
         _make_ready(folder)
         extra.mkdir()
-        write_tensors(extra / TENSORS, tensors, metadata={"step": str(step)})
+        _write_state(taken, extra, "")
+    return _written(folder, taken, began=began, keep=keep, good_until=good_until)
+
+
+def write_with_shards(
+    folder: Path,
+    taken: Snapshot | None,
+    shards: ShardedSnapshot,
+    ranks: CheckpointRanks,
+    *,
+    step: int,
+    keep: int = 2,
+    good_until: int | None = None,
+) -> CheckpointRecord | None:
+    """Write a checkpoint with all other ranks, as `write_snapshot` does.
+
+    Rank 0 has `taken`, the state without that of the model, and returns the record.
+    """
+    began, path = time.perf_counter(), checkpoint_path(folder, step)
+    if taken is None:
+        write_sharded(shards, path, ranks)
+        return None
+    with suppress(OSError):  # writing says what is wrong with the folder
+        remove_leftovers(folder)
+    write_sharded(shards, path, ranks, also=partial(_write_state, taken))
+    return _written(folder, taken, began=began, keep=keep, good_until=good_until)
+
+
+def _write_state(taken: Snapshot, folder: Path, shards: str) -> None:
+    """Write the files of a state; `shards` is the digest of the index beside them, if any."""
+    tensors = taken.tensors()
+    with _checksums(tensors) as checksums:
+        write_tensors(folder / TENSORS, tensors, metadata={"step": str(taken.step)})
         described = {
             "format": FORMAT,
-            "step": step,
-            "bytes": (extra / TENSORS).stat().st_size,
-            "sha256": {"state": _checksum(taken.tree), "tensors": checksums()},
+            "step": taken.step,
+            "bytes": (folder / TENSORS).stat().st_size,
+            "sha256": {"state": _checksum(taken.tree), "tensors": checksums(), "shards": shards},
             "state": taken.tree,
         }
-        write_text(extra / STATE, json.dumps(described))
+        write_text(folder / STATE, json.dumps(described))
+
+
+def _written(
+    folder: Path, taken: Snapshot, *, began: float, keep: int, good_until: int | None
+) -> CheckpointRecord:
+    """Remove the checkpoints that are not needed any more, and return the record of a new one."""
+    step, path = taken.step, checkpoint_path(folder, taken.step)
     until = step if good_until is None else good_until
     good = [each for each in checkpoints(folder) if checkpoint_step(each) <= until]
     _remove_all_but({path, *good[-keep:]}, folder)
@@ -93,18 +141,26 @@ def write_snapshot(
     )
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the checked state in `path`, on the CPU; an error names an older intact one."""
+def load_checkpoint(path: Path, *, shards: bool = True) -> dict[str, Any]:
+    """Return the checked state in `path`, on the CPU; an error names an older intact one.
+
+    Without `shards`, those of a model stay on the disk as `StoredShards`.
+    """
     try:
-        return _load(path)
+        return _load(path, shards=shards)
     except _DamagedError as damage:
-        older = _newest_whole(path.parent, before=path)
-        advice = (
-            f"Remove {path} to resume from {older.name}, which is intact."
-            if older
-            else "No older checkpoint is intact. Start the run again."
-        )
-        raise CheckpointError(f"{damage}. {advice}") from damage
+        raise damaged(path, str(damage)) from damage
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """Return the error for a damaged checkpoint, which names the newest older intact one."""
+    older = _newest_whole(path.parent, before=path)
+    advice = (
+        f"Remove {path} to resume from {older.name}, which is intact."
+        if older
+        else "No older checkpoint is intact. Start the run again."
+    )
+    return CheckpointError(f"{what.removesuffix(ADVICE)}. {advice}")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -129,7 +185,7 @@ def checkpoint_step(path: Path) -> int:
 
 def checkpoint_bytes(path: Path) -> int:
     """Return the size of a checkpoint's files."""
-    return sum(file.lstat().st_size for file in (path / STATE, path / TENSORS))
+    return sum(file.lstat().st_size for file in path.iterdir())
 
 
 _NAME = re.compile(r"step-[0-9]{1,18}")
@@ -170,8 +226,8 @@ def _newest_whole(folder: Path, *, before: Path) -> Path | None:
     return None
 
 
-def _load(path: Path) -> dict[str, Any]:
-    tree, size, expected = _read_state(path / STATE)
+def _load(path: Path, *, shards: bool = True) -> dict[str, Any]:
+    tree, size, expected, digest = _read_state(path / STATE)
     file = path / TENSORS
     if not file.is_file():
         raise _DamagedError(f"{file} is missing")
@@ -188,11 +244,19 @@ def _load(path: Path) -> dict[str, Any]:
             f"{file} was changed after it was written: {changed[0]} has other values"
         )
     state: dict[str, Any] = unflatten(tree, tensors)
+    if digest:
+        stored = StoredShards(path)
+        try:
+            if index_digest(path, content=False) != digest:
+                raise _DamagedError(f"{path} has shards of another checkpoint")
+            state[PREPARED] = stored.read() if shards else stored
+        except CheckpointError as error:
+            raise _DamagedError(str(error).removesuffix(ADVICE)) from error
     return state
 
 
-def _read_state(file: Path) -> tuple[Any, int, dict[str, str]]:
-    """Return the state, and the size and checksums of the tensors, from `state.json`."""
+def _read_state(file: Path) -> tuple[Any, int, dict[str, str], str]:
+    """Return the state, and the size and checksums of the tensors and shards, from its file."""
     if not file.is_file():
         raise _DamagedError(f"{file} is missing, so {file.parent} is not a checkpoint")
     try:
@@ -203,7 +267,7 @@ def _read_state(file: Path) -> tuple[Any, int, dict[str, str]]:
         tree, sums = described["state"], described["sha256"]
         if _checksum(tree) != sums["state"]:
             raise _DamagedError(f"{file} was changed after it was written")
-        return tree, described["bytes"], dict(sums["tensors"])
+        return tree, described["bytes"], dict(sums["tensors"]), str(sums.get("shards", ""))
     except (OSError, ValueError, RecursionError) as error:  # a cut or binary file
         raise _DamagedError(f"{file} cannot be read: {error}") from error
     except (LookupError, TypeError) as error:

@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 @final
 class CheckpointRanks:
-    """All ranks of the default process group, or one process without a group."""
+    """All ranks of the default process group, or one process without a group or `alone`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
         self._group: Any = None
         self.rank, self.count = 0, 1
-        if dist.is_available() and dist.is_initialized():
+        if not alone and dist.is_available() and dist.is_initialized():
             self.rank, self.count = dist.get_rank(), dist.get_world_size()
         if self.count > 1:
             self._group = _host_group(dist.group.WORLD)
@@ -109,7 +109,17 @@ def _host_group(world: Any) -> Any:
     """Return a group of all ranks for tensors on the host, of its own where torch has one."""
     # torch calls its own choice of backends "undefined".
     usual = any(name in dist.get_backend(world) for name in ("gloo", "nccl", "undefined"))
-    return dist.new_group(backend="gloo") if usual and dist.is_gloo_available() else world
+    if not usual or not dist.is_gloo_available():
+        return world
+    return dist.new_group(backend="gloo", timeout=_timeout(world))
+
+
+def _timeout(world: Any) -> Any:
+    """Return how long ranks of a group wait for each other; None if torch does not say."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return world._get_backend(torch.device(device)).options._timeout
+    return None
 
 
 def _digest(text: str) -> int:

@@ -31,11 +31,14 @@ SHOWN = 3
 
 
 def latest_state(run: RunFolder) -> dict[str, Any] | None:
-    """Return the state of the newest checkpoint of `run`, or None; a damaged one raises."""
+    """Return the state of the newest checkpoint of `run`, or None; a damaged one raises.
+
+    The shards of a sharded model stay on the disk.
+    """
     path = latest(run.checkpoints)
     if path is None:
         return None
-    state = load_checkpoint(path)
+    state = load_checkpoint(path, shards=False)
     if state.get("step") != checkpoint_step(path):
         raise CheckpointError(
             f"{path} must have the state of its step, got step {state.get('step')}. Remove it to "

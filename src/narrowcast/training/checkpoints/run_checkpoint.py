@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -24,6 +25,8 @@ from narrowcast.precision.step.saved_state import (
 from narrowcast.precision.weights.multi_optimizer import member_optimizers
 from narrowcast.training.checkpoints.ranks import CheckpointRanks
 from narrowcast.training.checkpoints.sharded import (
+    ShardedSnapshot,
+    index_digest,
     read_sharded,
     take_sharded_snapshot,
     write_sharded,
@@ -145,6 +148,37 @@ def load_checkpoint(run: Prepared, folder: str | Path) -> dict[str, Any]:
     ranks.together(partial(load_state, run.engine, mine))
     extra: dict[str, Any] = state[EXTRA]
     return extra
+
+
+@final
+@dataclass(frozen=True)
+class StoredShards:
+    """The state of a sharded run in the checkpoint of a recipe; nothing of it is read yet."""
+
+    path: Path
+
+    def verify(self) -> None:
+        """Raise if a value was changed; reads all files in this process."""
+        index_digest(self.path, content=True)
+
+    def read(self, run: Prepared | None = None) -> dict[str, Any]:
+        """Return it sharded as `run` is, on all ranks together; without one whole, in this process.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+        """
+        ranks = CheckpointRanks(alone=run is None)
+        like = (lambda name: None) if run is None else ranks.together(partial(_targets, run))
+        state: dict[str, Any] = read_sharded(self.path, ranks, like=like, largest=_is_amax)[RUN]
+        return {**state, OUTLINE: state_outline(state)}
+
+
+def take_run_snapshot(
+    state: dict[str, Any], ranks: CheckpointRanks, *, copied: bool
+) -> ShardedSnapshot:
+    """Take this rank's part of a run's state, which `StoredShards` reads. Runs collectives."""
+    parts = {part: value for part, value in state.items() if part != OUTLINE}
+    return take_sharded_snapshot({RUN: parts}, ranks, copied=copied)
 
 
 def whole_state(state: dict[str, Any], *, needed: bool) -> dict[str, Any]:

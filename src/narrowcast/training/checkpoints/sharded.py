@@ -48,6 +48,8 @@ from narrowcast.training.checkpoints.tree import (
 FORMAT = 1
 """Version of the layout; readers raise for any other."""
 INDEX = "index.json"
+ADVICE = ". Load another checkpoint, or start the run again."
+"""Ends the message of a damaged checkpoint."""
 PREVIOUS = ".previous"
 """Follows the name of a checkpoint that is replaced, until the new one has its name."""
 CODES = (torch.int8, torch.uint8)
@@ -129,16 +131,23 @@ def take_sharded_snapshot(
     return ranks.together(lambda: _snapshot(named, index, by_rank, ranks.rank, copied=copied))
 
 
-def write_sharded(taken: ShardedSnapshot, path: Path, ranks: CheckpointRanks) -> int:
+def write_sharded(
+    taken: ShardedSnapshot,
+    path: Path,
+    ranks: CheckpointRanks,
+    *,
+    also: Callable[[Path, str], None] = lambda folder, digest: None,
+) -> int:
     """Write a checkpoint with all other ranks, and return its size in bytes.
 
-    A crash at any time leaves the checkpoint that was at `path`, or the new one.
+    A crash at any time leaves the checkpoint that was at `path`, or the new one. Rank 0 calls
+    `also(folder, digest)` to write more files beside the index of that digest.
     """
     folder = path.with_name(ranks.first(f"{path.name}{MARK}{getpid()}"))
     try:
         ranks.first_does(lambda: _begin(folder, path))
         parts = ranks.gather(ranks.together(lambda: _write_file(taken, folder, ranks.rank)))
-        ranks.first_does(lambda: _finish(folder, path, taken.index, parts))
+        ranks.first_does(lambda: _finish(folder, path, taken.index, parts, also))
     finally:
         if ranks.rank == 0:
             with contextlib.suppress(OSError):
@@ -166,6 +175,17 @@ def read_sharded(
         )
     ranks.together(reader.verify)
     return ranks.together(reader.state)
+
+
+def index_digest(path: Path, *, content: bool) -> str:
+    """Return the digest of the index in `path`, after checking the files in this process alone.
+
+    With `content` also every value in them, otherwise their sizes.
+    """
+    alone = CheckpointRanks(alone=True)
+    reader = _Reader(path, alone, lambda name: None, lambda name: False)
+    reader.verify(content=content)
+    return reader.digest
 
 
 def existing_checkpoint(path: Path) -> Path:
@@ -353,8 +373,14 @@ def _write_file(taken: ShardedSnapshot, folder: Path, rank: int) -> dict[str, An
     return {"bytes": file.stat().st_size, "chunks": chunks}
 
 
-def _finish(folder: Path, path: Path, index: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    """Write the index, and give the checkpoint its name."""
+def _finish(
+    folder: Path,
+    path: Path,
+    index: dict[str, Any],
+    parts: list[dict[str, Any]],
+    also: Callable[[Path, str], None],
+) -> None:
+    """Write the index and what belongs to it, and give the checkpoint its name."""
     sizes = {str(rank): part["bytes"] for rank, part in enumerate(parts) if part["bytes"]}
     for number, size in sizes.items():
         file = folder / _file(int(number))
@@ -369,6 +395,7 @@ def _finish(folder: Path, path: Path, index: dict[str, Any], parts: list[dict[st
         text = json.dumps(body)
         digest = hashlib.sha256(text.encode()).hexdigest()
         write_text(folder / INDEX, f'{{"sha256": "{digest}", "index": {text}}}')
+        also(folder, digest)
         sync_folder(folder)
         if path.is_dir():
             path.rename(previous)
@@ -421,7 +448,7 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _damaged(what: str) -> CheckpointError:
-    return CheckpointError(f"{what}. Load another checkpoint, or start the run again.")
+    return CheckpointError(f"{what}{ADVICE}")
 
 
 @final
@@ -468,7 +495,7 @@ class _Reader(Mapping[str, Tensor]):
         with _reading(self._path / INDEX):
             return unflatten(_patched(self._index["state"], patches), self)
 
-    def verify(self) -> None:
+    def verify(self, *, content: bool = True) -> None:
         """Raise if a file is missing, cut or changed; each rank reads some of the files."""
         for number, (rank, size) in enumerate(self._index["bytes"].items()):
             file = self._path / _file(int(rank))
@@ -476,7 +503,7 @@ class _Reader(Mapping[str, Tensor]):
                 raise _damaged(f"{file} is missing")
             if (actual := file.stat().st_size) != size:
                 raise _damaged(f"{file} must have {size} bytes, got {actual}")
-            if number % self._ranks.count == self._ranks.rank:
+            if content and number % self._ranks.count == self._ranks.rank:
                 self._verify_content(file, rank)
 
     def _verify_content(self, file: Path, rank: str) -> None:
