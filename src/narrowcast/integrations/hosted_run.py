@@ -30,6 +30,7 @@ from narrowcast.precision.step.checks import check_loss, explaining_dtypes
 from narrowcast.precision.step.engine import add_gradients, look_at_gradients
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared, prepare
+from narrowcast.precision.step.saved_state import rows_of_saved
 from narrowcast.precision.step.step_log import Stats
 
 log = logging.getLogger("narrowcast")
@@ -224,6 +225,7 @@ class HostedRun:
             "scales": engine.scales.state_dict(),
             "amax": engine.fp8.state_dict(),
             "applied_before": engine.first_scales.applied_before,
+            "rows": engine.plan.rows.to_json(),
             "stats": engine.log.stats.state_dict(),
             "average": None if average is None else average.averages,
         }
@@ -232,7 +234,8 @@ class HostedRun:
     def load_progress(self, state: dict[str, Any]) -> None:
         """Restore a `progress()` of a run with the same policy and model."""
         engine, stats = self.run.engine, Stats.from_state(state["stats"])
-        with self._policy_of_checkpoint(state["policy"], stats.steps):
+        saved = self._policy_of_checkpoint(state["policy"], stats.steps)
+        with saved, rows_of_saved(engine, state):
             engine.scales.load_state_dict(state["scales"])
             engine.fp8.load_state_dict(state["amax"])
             if engine.weights.average is not None and state["average"] is not None:

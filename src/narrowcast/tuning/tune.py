@@ -14,8 +14,8 @@ from narrowcast.errors import ConfigError
 from narrowcast.hardware import Hardware, detect_hardware
 from narrowcast.hardware.catalog import named_hardware
 from narrowcast.precision.estimate.dry_run import estimate_step, without_values
-from narrowcast.precision.plan.gains import Execution
-from narrowcast.precision.plan.plan import ASSUMED_ROWS, make_plan
+from narrowcast.precision.plan.gains import ASSUMED_ROWS, Execution
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.tuning.budget import Budget
 from narrowcast.tuning.check import CheckRuns, CheckSettings, check_choice

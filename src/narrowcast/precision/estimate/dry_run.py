@@ -19,6 +19,7 @@ from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.precision.estimate.ledger import Block, Ledger, Op, find_peak
 from narrowcast.precision.estimate.stand_in import StandIn, without_device
 from narrowcast.precision.nested import map_tensors, tensors_in
+from narrowcast.precision.plan.gains import GemmRows
 from narrowcast.precision.plan.memory import Memory, MemoryEstimate
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared, prepare
@@ -45,6 +46,8 @@ class StepEstimate:
     memory: MemoryEstimate
     ops: tuple[Op, ...]
     """Operations of the device in a step, in order."""
+    rows: GemmRows
+    """The rows of linear layers that the plan assumed, or that it learned from the batch."""
 
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -151,6 +154,7 @@ class _Rehearsal:
         self.mode = StandIn(plan.hardware.device)
         self.ledger = Ledger(lambda: self._stack[-1] if self._stack else "")
         self._first_of_last = 0
+        self._rows = plan.rows
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> "_Rehearsal":
@@ -213,6 +217,7 @@ class _Rehearsal:
             ema_decay=ema_decay,
             execution=self._plan.execution,
         )
+        self._let_learn(model)
         for step in range(2):
             self._first_of_last = len(ledger.events)
             ledger.ops.clear()
@@ -232,6 +237,22 @@ class _Rehearsal:
             ledger.phase = "update"
             self._update(run)
         self._name_state(run)
+        self._rows = run.plan.rows
+
+    def _let_learn(self, model: nn.Module) -> None:
+        """Allow the run to read its own scales while it learns the rows of the batch."""
+        learner = vars(model).get("nc_learner")
+        if learner is None:
+            return
+
+        def reading(args: Any, kwargs: Any) -> None:
+            phase, self.ledger.phase, self.mode.reads_allowed = self.ledger.phase, "begin", True
+            try:
+                learner(args, kwargs)
+            finally:
+                self.ledger.phase, self.mode.reads_allowed = phase, False
+
+        vars(model)["nc_learner"] = reading
 
     def _update(self, run: Prepared) -> None:
         """Update the weights: our kernel allocates the state and nothing else."""
@@ -288,7 +309,7 @@ class _Rehearsal:
             modules=peak.modules,
             notes=(*notes, *([ASSUMED] if self.mode.assumed else [])),
         )
-        return StepEstimate(memory=memory, ops=tuple(self.ledger.ops))
+        return StepEstimate(memory=memory, ops=tuple(self.ledger.ops), rows=self._rows)
 
 
 def _role(block: Block) -> str:

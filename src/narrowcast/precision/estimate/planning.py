@@ -13,7 +13,7 @@ from narrowcast.precision.estimate.dry_run import estimate_step, model_loss
 from narrowcast.precision.plan.fusing import Fuse
 from narrowcast.precision.plan.gains import Execution
 from narrowcast.precision.plan.memory import Memory
-from narrowcast.precision.plan.plan import ASSUMED_ROWS, Plan, make_plan
+from narrowcast.precision.plan.plan import Plan, make_plan, with_rows
 from narrowcast.precision.plan.policy import AnyPolicy
 
 
@@ -25,7 +25,7 @@ def plan(
     overrides: Mapping[str, str] | None = None,
     emulate: bool | None = None,
     moments: int = 2,
-    gemm_rows: int = ASSUMED_ROWS,
+    gemm_rows: int | None = None,
     skip_slow_fp8: bool = True,
     fuse: Fuse = "auto",
     memory: Memory | None = None,
@@ -48,7 +48,9 @@ def plan(
         emulate: None: emulate where the hardware needs it. True: everywhere. False: never; a
             policy that needs emulation raises.
         moments: Number of moments that the optimizer stores per weight.
-        gemm_rows: Number of rows that a linear layer multiplies at once.
+        gemm_rows: Number of rows that a linear layer multiplies at once. None: as in `batch`. With
+            neither, 8,192 is assumed, until a prepared run learns the numbers from its first
+            training batch.
         skip_slow_fp8: Keep a layer in the wider format if fp8 measured no faster for it.
         fuse: "auto" (fuse known pieces in 16 bits on a GPU), "none", or names of pieces. A named
             piece that cannot be fused raises.
@@ -101,4 +103,6 @@ def plan(
         optimizer=optimizer,
         micro_batches=gradient_accumulation_steps,
     )
+    if step.rows != made.rows:
+        made = with_rows(made, model, step.rows)
     return replace(made, memory=replace(made.memory, predicted=step.memory))

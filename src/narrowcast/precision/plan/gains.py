@@ -4,9 +4,9 @@ A layer in fp8 costs the host more than one in 16 bits. To a compiler the casts 
 Python, so compiled layers cost the host what eager ones do (`benchmarks/fp8_host.py`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -124,13 +124,63 @@ def detect_execution(model: nn.Module, requested: Execution | None = None) -> Ex
     return "compiled" if compiled else "eager"
 
 
+ASSUMED_ROWS = 8192
+"""Assumed rows per product of a linear layer until they are known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmRows:
+    """How many rows linear layers multiply at once, and where that is known from."""
+
+    usual: int = ASSUMED_ROWS
+    by_module: Mapping[str, int] = field(default_factory=dict)
+    """Layers with another number."""
+    source: Literal["assumed", "given", "learned"] = "assumed"
+
+    @classmethod
+    def of(cls, requested: "int | GemmRows | None") -> "GemmRows":
+        """Return the rows of an argument: a number is given, and None is assumed."""
+        if isinstance(requested, GemmRows):
+            return requested
+        return cls() if requested is None else cls(usual=requested, source="given")
+
+    @classmethod
+    def learned(cls, seen: Mapping[str, int]) -> "GemmRows":
+        """Return the rows of layers as a batch had them; of those it did not reach, the most."""
+        usual = max(seen.values())
+        others = {name: rows for name, rows in seen.items() if rows != usual}
+        return cls(usual=usual, by_module=others, source="learned")
+
+    def in_module(self, name: str) -> int:
+        """Return the rows of one layer."""
+        return self.by_module.get(name, self.usual)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON and checkpoints."""
+        return {"usual": self.usual, "by_module": dict(self.by_module), "source": self.source}
+
+    def __str__(self) -> str:
+        least = min([self.usual, *self.by_module.values()])
+        rows = f"{self.usual:,}" if least == self.usual else f"{least:,} to {self.usual:,}"
+        match self.source:
+            case "assumed":
+                return (
+                    f"{rows} per product, assumed until the first training batch on one device; "
+                    "set gemm_rows= to fix them"
+                )
+            case "given":
+                return f"{rows} per product, as requested"
+            case "learned":
+                return f"{rows} per product, learned from a training batch"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """What decides whether a layer gains by fp8."""
 
     speeds: Speeds | None
-    rows: int
-    """How many rows a layer multiplies at once."""
+    rows: GemmRows
+    """How many rows layers multiply at once."""
     execution: Execution
     skip_slow_fp8: bool
     """Whether a layer that gains nothing is kept wider."""
@@ -144,12 +194,16 @@ class Gain:
     why: str = ""
     spares_host: bool = False
     """Whether fp8 was left out for what it costs the host alone."""
+    rows: int | None = None
+    """The rows that decided; None if any number gives the same."""
 
 
-def measured_gain(layer: nn.Linear, policy: Policy, measured: Measured, *, request: bool) -> Gain:
+def measured_gain(
+    layer: nn.Linear, policy: Policy, measured: Measured, *, rows: int, request: bool
+) -> Gain:
     """Return the faster policy for a layer; a `request` for fp8 ignores the host cost."""
     kind, wide, speeds = policy.scaling, policy.functional, measured.speeds
-    rows, inputs, outputs = measured.rows, layer.in_features, layer.out_features
+    inputs, outputs = layer.in_features, layer.out_features
     named, gain, late = f"{rows}×{inputs}×{outputs}", None, None
     if speeds is not None:
         gain = speeds.gain(kind, tokens=rows, inputs=inputs, outputs=outputs)
@@ -158,17 +212,18 @@ def measured_gain(layer: nn.Linear, policy: Policy, measured: Measured, *, reque
         )
     if gain is None:
         return Gain(policy=policy, why="speed not measured here")
+    decided = rows if measured.skip_slow_fp8 else None
     if gain <= MIN_SPEEDUP and measured.skip_slow_fp8:
         why = f"kept {wide}: fp8 gains nothing at {named} ({gain:.2f} ×)"
-        return Gain(policy=in_one_format(policy, wide), why=why)
+        return Gain(policy=in_one_format(policy, wide), why=why, rows=decided)
     if late and measured.skip_slow_fp8 and not request:
         why = (
             f"kept {wide}: when {measured.execution}, fp8 at {named} costs the host more than it "
             "saves"
         )
         why = f"{why} (otherwise {gain:.2f} ×)"
-        return Gain(policy=in_one_format(policy, wide), why=why, spares_host=True)
-    return Gain(policy=policy, why=f"{gain:.2f} × {wide} at {named}")
+        return Gain(policy=in_one_format(policy, wide), why=why, spares_host=True, rows=decided)
+    return Gain(policy=policy, why=f"{gain:.2f} × {wide} at {named}", rows=decided)
 
 
 def execution_lines(running: Execution, *, spared: int, weighed: bool) -> Sequence[tuple[str, str]]:

@@ -162,6 +162,8 @@ class ModulePlan:
     """How a frozen weight is kept in fewer bits than any that is trained; often not at all."""
     spares_host: bool = False
     """Whether it is kept wider only for what fp8 would cost the host in eager mode."""
+    rows: int | None = None
+    """The rows per product that decided its formats; None if any number gives the same."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -232,7 +234,8 @@ class ModulePlanner:
             saved = "" if whole else f"kept {policy.params}: "  # a frozen one stays as it came
             how, reason = "unchanged", f"{saved}embedding lookup, no products"
         elif isinstance(module, QuantizedFrozenLayer):
-            how, reason, policy = self._plan_quantized_frozen(policy, module)
+            how, reason, gain = self._plan_quantized_frozen(name, policy, module)
+            policy = gain.policy
         elif in_fp32:
             how, reason = "unchanged", "kept fp32: its forward pass turns autocast off"
             policy = in_one_format(policy, "fp32")
@@ -243,7 +246,8 @@ class ModulePlanner:
             # What is emulated is not asked for because it is fast.
             if narrow and isinstance(module, nn.Linear):
                 requested = bool(self._policy.exception_for(name)[1])
-                gain = measured_gain(module, policy, self._measured, request=requested)
+                rows = self._measured.rows.in_module(name)
+                gain = measured_gain(module, policy, self._measured, rows=rows, request=requested)
                 policy = gain.policy
                 how, why = self._product_support(policy)
             reason = "; ".join(filter(None, [saved, why, gain.why]))
@@ -269,6 +273,7 @@ class ModulePlanner:
             if isinstance(module, QuantizedFrozenLayer)
             else None,
             spares_host=gain.spares_host,
+            rows=gain.rows,
         )
 
     def support(self, format_name: str) -> Support:
@@ -289,8 +294,8 @@ class ModulePlanner:
         return result
 
     def _plan_quantized_frozen(
-        self, policy: Policy, module: QuantizedFrozenLayer
-    ) -> tuple[How, str, Policy]:
+        self, name: str, policy: Policy, module: QuantizedFrozenLayer
+    ) -> tuple[How, str, Gain]:
         """Return how a weight that is kept in e4m3 is multiplied, why, and in which formats."""
         policy, narrow = frozen_product_policy(policy, module.quantized), ""
         if policy.forward in FP8_FORMATS and any(
@@ -299,18 +304,14 @@ class ModulePlanner:
             policy = in_one_format(policy, policy.functional)
             narrow = f"its sides are not multiples of {FP8_MULTIPLE}"
         how, why = self._product_support(policy)
-        speed = ""
+        speed, decided = "", None
         if how == "native":
-            rows, speeds = self._measured.rows, self._measured.speeds
+            rows, speeds = self._measured.rows.in_module(name), self._measured.speeds
             gain, speed = relative_speed(module, policy, speeds, rows=rows)
-            gainless = gain is not None and gain <= MIN_SPEEDUP
-            request = module.quantized.products == "fp8"
-            if (
-                policy.forward in FP8_FORMATS
-                and gainless
-                and self._measured.skip_slow_fp8
-                and not request
-            ):
+            request = module.quantized.products == "fp8" or not self._measured.skip_slow_fp8
+            if policy.forward in FP8_FORMATS and gain is not None and not request:
+                decided = rows
+            if decided is not None and gain is not None and gain <= MIN_SPEEDUP:
                 narrow = f"fp8 gains nothing: {speed}"
                 policy = in_one_format(policy, policy.functional)
                 how, why = self._product_support(policy)
@@ -318,7 +319,8 @@ class ModulePlanner:
         done = "" if policy.forward in FP8_FORMATS else f", cast to {policy.forward} for products"
         groups = "row" if module.weight_scale.dim() == 1 else "block"
         stored = f"stored in e4m3 with {groups} scales{done}"
-        return how, "; ".join(filter(None, [why, stored, narrow, speed])), policy
+        reason = "; ".join(filter(None, [why, stored, narrow, speed]))
+        return how, reason, Gain(policy=policy, rows=decided)
 
     def _product_support(self, policy: Policy) -> tuple[How, str]:
         names = sorted({policy.forward, policy.grad_input, policy.grad_weight})

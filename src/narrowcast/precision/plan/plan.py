@@ -11,7 +11,7 @@ from narrowcast.errors import ConfigError
 from narrowcast.hardware import Hardware, Support, detect_hardware
 from narrowcast.precision.plan.folding import folded, groups_alike
 from narrowcast.precision.plan.fusing import Fuse, FusedPiece, fused_pieces, piece_lines
-from narrowcast.precision.plan.gains import Execution, Measured, detect_execution
+from narrowcast.precision.plan.gains import Execution, GemmRows, Measured, detect_execution
 from narrowcast.precision.plan.gains import execution_lines as running_lines
 from narrowcast.precision.plan.memory import Memory, MemoryPlan, plan_memory
 from narrowcast.precision.plan.module_plan import (
@@ -145,10 +145,6 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
-ASSUMED_ROWS = 8192
-"""Assumed rows per product of a linear layer if `gemm_rows` is not passed."""
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """Formats of every module of a model, made by `plan` and carried out by `prepare`."""
@@ -173,6 +169,15 @@ class Plan:
     """What is recomputed or offloaded to save device memory."""
     execution: Execution = "eager"
     """How the model is expected to run."""
+    rows: GemmRows = field(default_factory=GemmRows)
+    """How many rows linear layers multiply at once."""
+    moments: int = 2
+    """Moments per weight that `bytes` counts."""
+
+    @property
+    def learns_rows(self) -> bool:
+        """Whether its formats depend on numbers of rows that are only assumed."""
+        return self.rows.source == "assumed" and any(m.rows is not None for m in self.modules)
 
     @property
     def emulated(self) -> bool:
@@ -195,7 +200,9 @@ class Plan:
         speeds, narrow = self.hardware.speeds, any("fp8" in each.bytes for each in self.modules)
         weighed = narrow and speeds is not None and bool(speeds.host_seconds)
         running = running_lines(self.execution, spared=self.spares_host, weighed=weighed)
-        notes = [*whole.notes, *running, *self.memory.lines, *piece_lines(self.fused)]
+        decided = any(each.rows is not None for each in self.modules)
+        rows = [("rows", str(self.rows))] if decided else []
+        notes = [*whole.notes, *running, *rows, *self.memory.lines, *piece_lines(self.fused)]
         return whole._replace(notes=notes)
 
     @property
@@ -235,6 +242,7 @@ class Plan:
             "fused": [each.to_json() for each in self.fused],
             "memory": self.memory.to_json(),
             "execution": self.execution,
+            "rows": self.rows.to_json(),
         }
 
 
@@ -246,7 +254,7 @@ def make_plan(
     overrides: Mapping[str, str] | None = None,
     emulate: bool | None = None,
     moments: int = 2,
-    gemm_rows: int = ASSUMED_ROWS,
+    gemm_rows: int | GemmRows | None = None,
     skip_slow_fp8: bool = True,
     fuse: Fuse = "auto",
     memory: Memory | None = None,
@@ -262,7 +270,8 @@ def make_plan(
         emulate: None: emulate where the hardware needs it. True: everywhere. False: never; a
             policy that needs emulation raises.
         moments: Number of moments that the optimizer stores per weight.
-        gemm_rows: Number of rows that a linear layer multiplies at once.
+        gemm_rows: Number of rows that a linear layer multiplies at once. None: 8,192 is assumed,
+            until a prepared run learns the numbers from its first training batch.
         skip_slow_fp8: Keep a layer in the wider format if fp8 measured no faster for it.
         fuse: "auto" (fuse known pieces in 16 bits on a GPU), "none", or names of pieces. A named
             piece that cannot be fused raises.
@@ -281,8 +290,9 @@ def make_plan(
     execution = detect_execution(model, execution)
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
     _check_globs(whole, model)
+    rows = GemmRows.of(gemm_rows)
     measured = Measured(
-        speeds=hardware.speeds, rows=gemm_rows, execution=execution, skip_slow_fp8=skip_slow_fp8
+        speeds=hardware.speeds, rows=rows, execution=execution, skip_slow_fp8=skip_slow_fp8
     )
     planner = ModulePlanner(whole, hardware, emulate, measured=measured)
     modules = [planner.plan_module(each, moments=moments) for each in _listed(model, whole)]
@@ -310,6 +320,8 @@ def make_plan(
         fused=fused,
         memory=saving,
         execution=execution,
+        rows=rows,
+        moments=moments,
     )
 
 
@@ -362,6 +374,22 @@ def with_losses(plan: Plan, model: nn.Module) -> Plan:
             each = replace(each, frozen=replace(each.frozen, snr_db=module.quantized.snr_db))
         measured.append(each)
     return replace(plan, modules=tuple(measured))
+
+
+def with_rows(plan: Plan, model: nn.Module, rows: GemmRows) -> Plan:
+    """Return the plan of a model for other numbers of rows, and all else as it was."""
+    made = make_plan(
+        model,
+        plan.policy,
+        hardware=plan.hardware,
+        emulate=plan.emulate,
+        moments=plan.moments,
+        gemm_rows=rows,
+        fuse=plan.fuse,
+        memory=plan.memory.requested,
+        execution=plan.execution,
+    )
+    return replace(made, memory=replace(made.memory, predicted=plan.memory.predicted))
 
 
 def _check_globs(policy: Policy, model: nn.Module) -> None:

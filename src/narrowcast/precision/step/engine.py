@@ -5,6 +5,7 @@ which a CUDA graph can capture) and `end_step` (the numbers are copied to the ho
 """
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +19,8 @@ from narrowcast.errors import DivergedError
 from narrowcast.precision.fp8.state import FirstScales, Fp8Model
 from narrowcast.precision.gradients.check import Checked, Unscaled, clip_and_unscale
 from narrowcast.precision.gradients.loss_scale import ScaleRequest, Scales, Settings, scale_parts
-from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.plan.gains import GemmRows
+from narrowcast.precision.plan.plan import Plan, changes_between, with_rows
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.wording import Wording
 from narrowcast.precision.products.autocast import autocast_off
@@ -40,11 +42,14 @@ from narrowcast.precision.step.checks import (
     explain_dtypes,
     explaining_dtypes,
 )
+from narrowcast.precision.step.learned_rows import await_rows, stop_awaiting
 from narrowcast.precision.step.outcome import Outcome, pack
 from narrowcast.precision.step.step_log import Losing, Schedules, StepLog
 from narrowcast.precision.weights.lookahead import Lookahead, check_lookahead
 from narrowcast.precision.weights.trained import TrainedWeights, undone_on_failure
 from narrowcast.precision.weights.update_path import update_path
+
+_log = logging.getLogger(__name__)
 
 
 def add_gradients(
@@ -163,6 +168,10 @@ def _run(scaled: Tensor, entry: RegionEntry, *, retain_graph: bool) -> None:
 class Engine:
     """What is in force: weights as they are kept, loss scales, the fp8 side; and the step."""
 
+    plan: Plan
+    scales: Scales
+    fp8: Fp8Model
+
     def __init__(
         self,
         model: nn.Module,
@@ -222,6 +231,7 @@ class Engine:
             self.steps_begun = 0
             self.first_scales = FirstScales(self.log.counts, device=self.weights.device)
             self.begin_first_scales(step=0, applied_before=0)
+            await_rows(self)
 
     def set_plan(
         self, plan: Plan, *, loss_scale: Settings | None, keep_scale: bool = False
@@ -244,6 +254,20 @@ class Engine:
         self.log.params_lose = _lose(plan.policy)
         self.log.wording = replace(self.log.wording, policy=plan.policy)
         self.begin_first_scales(step=self.steps_begun, applied_before=applied)
+        await_rows(self)
+
+    def set_rows(self, rows: GemmRows) -> None:
+        """Plan again for other numbers of rows; synchronises with the device."""
+        before, plan = self.plan, with_rows(self.plan, self.model, rows)
+        changed = len(changes_between(before, plan))
+        if changed:
+            self.set_plan(plan, loss_scale=None)
+            self.fp8.refresh()
+        else:
+            self.plan = plan
+        stop_awaiting(self.model)
+        await_rows(self)
+        _log.info("planned for rows of %s: %d modules have other formats", rows, changed)
 
     def check_plan_change(
         self, plan: Plan, *, loss_scale: Settings | None = None, keep_scale: bool = False

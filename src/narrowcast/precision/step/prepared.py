@@ -57,6 +57,7 @@ def described(engine: Engine) -> str:
         lines["lookahead"] = (
             f"interpolation {ahead.interpolation:g}, rate {ahead.rate:g}, leads in {ahead.storage}"
         )
+    lines |= {"rows": str(plan.rows)} if any(each.rows for each in plan.modules) else {}
     fused = dict.fromkeys(each.piece for each in plan.fused if each.fused)
     lines |= {"fused": ", ".join(fused)} if fused else {}
     saved = "; ".join(text for _, text in plan.memory.lines)
@@ -427,6 +428,7 @@ def _resolve_plan(policy: AnyPolicy | Plan, engine: Engine, running: Execution |
         emulate=engine.emulate,
         fuse=now.fuse,
         memory=now.memory.requested,
+        gemm_rows=now.rows,
         execution=running,
     )
 

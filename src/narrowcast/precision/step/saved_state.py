@@ -15,6 +15,7 @@ from torch import Tensor
 from narrowcast.errors import CheckpointError, ConfigError
 from narrowcast.precision.dtensor import reshard
 from narrowcast.precision.nested import copy_tensors, map_tensors
+from narrowcast.precision.plan.gains import GemmRows
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.step_log import Stats
 from narrowcast.precision.weights.multi_optimizer import member_optimizers
@@ -48,7 +49,7 @@ def check_state(state: Mapping[str, Any], *, mine: Mapping[str, Any]) -> None:
             f"The state was changed after it was saved: {changed}. Pass what state_dict() returned."
         )
     for part in mine:
-        if part in ("policy", "stats", "applied_before", OUTLINE):
+        if part in ("policy", "stats", "applied_before", "rows", OUTLINE):
             continue
         terms = _terms(part, state[part]), _terms(part, mine[part])
         if differs := _first_difference(*terms, part, (" in the checkpoint", " here")):
@@ -181,6 +182,7 @@ def collect_state(engine: Engine) -> dict[str, Any]:
         "lookahead": None if lookahead is None else lookahead.state_dict(),
         "amax": engine.fp8.state_dict(),
         "applied_before": engine.first_scales.applied_before,
+        "rows": engine.plan.rows.to_json(),
         "stats": engine.log.stats.state_dict(),
     }
     return {**state, OUTLINE: state_outline(state)}
@@ -193,6 +195,11 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
             "load_state_dict() was called between backward() and step(), while gradients still "
             "have the old loss scale. Call it after step(), or call zero_grad() first."
         )
+    with rows_of_saved(engine, state):
+        _load(engine, state)
+
+
+def _load(engine: Engine, state: dict[str, Any]) -> None:
     mine = collect_state(engine)
     check_state(state, mine=mine)
     stats, applied_before = _counts(state)
@@ -214,6 +221,32 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
     engine.begin_first_scales(step=0, applied_before=applied_before)
     engine.buffers.reset()
     torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def rows_of_saved(engine: Engine, state: Any) -> Iterator[None]:
+    """Plan for the rows of the saved run, whose formats follow from them; undone by an error."""
+    before = engine.plan.rows
+    rows = before if before.source == "given" else _rows(state) or before
+    if rows == before:
+        yield
+        return
+    scales = copy.deepcopy(engine.fp8.state_dict())
+    engine.set_rows(rows)
+    try:
+        yield
+    except BaseException:
+        engine.set_rows(before)
+        engine.fp8.load_state_dict(scales)
+        raise
+
+
+def _rows(state: Any) -> GemmRows | None:
+    """Return the rows of a saved run; None where it has none, which `check_state` reports."""
+    try:
+        return GemmRows(**state["rows"])
+    except (TypeError, KeyError, IndexError):
+        return None
 
 
 def collect_weights(engine: Engine) -> dict[str, Any]:
