@@ -30,6 +30,7 @@ from narrowcast.runner.run import Run, train
 from narrowcast.runs import EvalRecord, Record, RunFolder, StepRecord
 from narrowcast.workloads.genomics.settings import (
     GenomicData,
+    GenomicLora,
     GenomicModelSection,
     Objective,
     Tuning,
@@ -40,6 +41,7 @@ SECTIONS: dict[str, type[Section]] = {
     "model": GenomicModelSection,
     "objective": Objective,
     "tuning": Tuning,
+    "lora": GenomicLora,
 }
 
 
@@ -72,7 +74,7 @@ class FineTuner:
             out: Run folder.
             validation: Validation file; None holds out a share of `data`.
             test: File evaluated once after training.
-            base: Folder of a finished run to start from.
+            base: Folder of a finished run to start from, or a published checkpoint.
             settings: Recipe settings by name, such as `max_length=512`. Use the full name if
                 several sections share it, or for other sections: `**{"optimizer.lr": 1e-4}`.
 

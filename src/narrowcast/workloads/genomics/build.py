@@ -1,6 +1,6 @@
 """Build the data, the targets and the network that a genomics recipe describes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, final
 
@@ -17,7 +17,7 @@ from narrowcast.workloads.genomics.baselines import (
     equal_length,
     fit_baselines,
 )
-from narrowcast.workloads.genomics.data.examples import Examples, on
+from narrowcast.workloads.genomics.data.examples import Examples, Ragged, on
 from narrowcast.workloads.genomics.data.preparing import Examined, as_examples, examine
 from narrowcast.workloads.genomics.data.rows import UNLABELLED, Row, label_table, row_values
 from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
@@ -25,14 +25,35 @@ from narrowcast.workloads.genomics.models.model import GenomicModel, Network
 from narrowcast.workloads.genomics.models.motif import REACH, MotifModel
 from narrowcast.workloads.genomics.models.patches import ByteLM, threshold_for, train_byte_lm
 from narrowcast.workloads.genomics.network_info import (
+    PUBLISHED,
     NetworkInfo,
     load_into,
     read_network_info,
-    read_weights,
+    read_run,
+)
+from narrowcast.workloads.genomics.published.checkpoint import (
+    Checkpoint,
+    find_checkpoint,
+    read_checkpoint,
+)
+from narrowcast.workloads.genomics.published.hyenadna import hyenadna_config, hyenadna_weights
+from narrowcast.workloads.genomics.published.transformer import (
+    PublishedTokenizer,
+    Transformer,
+    add_lora,
+    build_transformer,
+    load_published,
 )
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS
+from narrowcast.workloads.genomics.sequences.operations import reverse_complement
 from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer, make_tokenizer
-from narrowcast.workloads.genomics.settings import GenomicData, GenomicModelSection, Objective
+from narrowcast.workloads.genomics.settings import (
+    GenomicData,
+    GenomicLora,
+    GenomicModelSection,
+    Objective,
+    Tuning,
+)
 from narrowcast.workloads.genomics.targets import (
     EveryLetter,
     Labels,
@@ -80,16 +101,19 @@ class Parts:
     """Complement of each token, for a classifier whose labels do not depend on the strand."""
     baselines: Baselines | None = None
     """Linear models beside a classifier, on the device."""
+    published: Checkpoint | None = None
+    """The published transformer that the network has, directly or from an earlier run."""
+    published_weights: bool = False
+    """Whether all weights start from a published checkpoint."""
 
 
 def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     """Read the data and build the network on `device`; on the meta device only its shapes."""
     data, objective = recipe.section(GenomicData), recipe.section(Objective)
-    path = recipe.section(GenomicModelSection).path
-    base = read_network_info(path)[0] if path else None
+    tokenizer = make_tokenizer(data.tokenizer, ALPHABETS[data.alphabet], data.kmer, data.overlap)
+    base, published = _read_base(recipe, tokenizer)
     if base is not None:
         _check_base(base, data, objective)
-    tokenizer = make_tokenizer(data.tokenizer, ALPHABETS[data.alphabet], data.kmer, data.overlap)
     rows = examine(data, objective, seed=recipe.seed)
     target = make_target(objective, rows, tokenizer)
     _check_motif(recipe, objective)
@@ -99,21 +123,53 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     }
     width = max(part.width for part in sets.values())
     sets = {name: replace(part, width=width) for name, part in sets.items()}
+    longest = max(part.tokens.longest for part in sets.values())
+    if base is not None and base.config.filter_shift and longest > base.config.max_length:
+        raise ConfigError(
+            f"model.path={recipe.section(GenomicModelSection).path} reads at most "
+            f"{base.config.max_length:,} letters, got a sequence of {longest:,}. Write "
+            f"data.max_length={base.config.max_length}."
+        )
     baselines = None
     if objective.baseline != "none" and device.type != "meta":
         baselines = _baselines(sets["train"], sets["validation"], target, tokenizer)
     if objective.task == "classify":
         train = sets["train"]
         sets["train"] = replace(train, repeats=-(-FEWEST_PER_EPOCH // len(train)))
+    strands = _both_strands(recipe, baselines)
+    cut = 0
+    if published is not None:
+        reader = PublishedTokenizer(published, tokenizer.alphabet)
+        sets = {
+            name: retokenized(part, rows.parts[name], reader, strands=strands)
+            for name, part in sets.items()
+        }
+        width = max(part.width for part in sets.values())
+        sets = {name: replace(part, width=width) for name, part in sets.items()}
+        cut = sum(reader.count_cut(part.tokens) for part in sets.values())
     stored = _network_info(
-        recipe, tokenizer, target, rows, train=sets["train"], base=base, baselines=baselines
+        recipe,
+        tokenizer,
+        target,
+        rows,
+        train=sets["train"],
+        base=base,
+        published=published,
+        baselines=baselines,
     )
     _check_strands(stored)
     byte_lm = None
     if stored.config.patching == "entropy" and base is None and device.type != "meta":
         byte_lm, stored = _find_patches(sets["train"], stored, seed=recipe.seed)
+    transformer = None if published is None else build_transformer(published, device=device)
     network = make_network(
-        stored, tokenizer, target, seed=recipe.seed, device=device, byte_lm=byte_lm
+        stored,
+        tokenizer,
+        target,
+        seed=recipe.seed,
+        device=device,
+        byte_lm=byte_lm,
+        transformer=transformer,
     )
     if baselines is not None and base is None and isinstance(network.backbone, MotifModel):
         network.backbone.start_from(baselines.strongest_kmers(stored.config.width // 3))
@@ -122,8 +178,16 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
         *rows.notes,
         *_classify_notes(recipe, stored, baselines, repeats=sets["train"].repeats),
     ]
+    if cut:
+        notes.append(f"{cut:,} sequences were cut to the longest that the checkpoint reads")
     if device.type != "meta":
-        notes += _begin(network, recipe, base, stored, target=target, source=source)
+        if base is None and published is not None and transformer is not None:
+            load_published(transformer, published)
+            notes.append(f"weights loaded from {published.name}, with a new head")
+        else:
+            notes += _begin(network, recipe, base, stored, target=target, source=source)
+    if stored.lora_scale:
+        notes.append(_add_lora(network, recipe))
     return Parts(
         network=network,
         tokenizer=tokenizer,
@@ -133,14 +197,114 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
         test=sets.get("test"),
         source=source,
         info=stored,
-        unit=_unit(data),
+        unit="token" if published is not None else _unit(data),
         letters=torch.from_numpy(tokenizer.encode(ALPHABETS[data.alphabet].letters)).to(device),
         notes=tuple(notes),
         complement=torch.from_numpy(tokenizer.complement).to(device)
-        if stored.both_strands and tokenizer.complement is not None
+        if stored.both_strands and tokenizer.complement is not None and published is None
         else None,
+        published=published,
+        published_weights=not stored.lora_scale
+        and (base is None or base.config.gelu == "tanh")
+        and bool(recipe.section(GenomicModelSection).path),
         baselines=None if baselines is None else baselines.to(device),
     )
+
+
+def _read_base(
+    recipe: Recipe, tokenizer: Tokenizer
+) -> tuple[NetworkInfo | None, Checkpoint | None]:
+    """Return the run or HyenaDNA of model.path, and the published transformer that it is or has."""
+    path = recipe.section(GenomicModelSection).path
+    if not path:
+        return None, None
+    published = find_checkpoint(path)
+    base = None
+    if published is not None and published.family == "hyenadna":
+        return _hyenadna(published, tokenizer, recipe.section(GenomicData)), None
+    if published is None:
+        base, folder = read_network_info(path)
+        if base.config.backbone == "published":
+            published = read_checkpoint(folder / PUBLISHED, name=path)
+    if published is not None and recipe.section(Objective).task != "classify":
+        raise ConfigError(
+            f"model.path={path} is a published checkpoint, which only classify can fine-tune, got "
+            f"objective.task={recipe.section(Objective).task}. Use the recipe genomics/classify."
+        )
+    if published is not None and recipe.section(GenomicData).mutate not in ("auto", 0):
+        raise ConfigError(
+            f"data.mutate replaces letters, but model.path={path} reads tokens of its own. Leave "
+            "data.mutate out."
+        )
+    if recipe.section(GenomicModelSection).tune == "lora" and recipe.section(Tuning).freeze:
+        raise ConfigError(
+            "tuning.freeze=true would also freeze the adapters of model.tune=lora. Leave one of "
+            "them out."
+        )
+    return base, published
+
+
+def _hyenadna(published: Checkpoint, tokenizer: Tokenizer, data: GenomicData) -> NetworkInfo:
+    """Return what a run that trained a HyenaDNA checkpoint would say of it."""
+    if data.alphabet != "dna" or data.tokenizer != "byte":
+        raise ConfigError(
+            f"data.alphabet must be dna and data.tokenizer byte for model.path={published.name}, "
+            f"got {data.alphabet} and {data.tokenizer}. Leave both out."
+        )
+    return NetworkInfo(
+        config=hyenadna_config(published, tokenizer),
+        alphabet="dna",
+        tokenizer="byte",
+        kmer=data.kmer,
+        overlap=data.overlap,
+        task="generation",
+        target="class",
+        classes=(),
+        pairs=False,
+        pool="mean",
+        max_length=published.config["max_seq_len"],
+    )
+
+
+def retokenized(
+    letters: Examples, rows: Sequence[Row], tokenizer: PublishedTokenizer, *, strands: bool
+) -> Examples:
+    """Return examples in tokens of a published checkpoint; with `strands`, both strands."""
+    texts, opposite = [row.sequence for row in rows], None
+    if strands:
+        turned = [reverse_complement(text, tokenizer.alphabet) for text in texts]
+        opposite = Ragged.joined(tokenizer.encode(turned), np.int32)
+    examples = replace(
+        letters,
+        tokens=Ragged.joined(tokenizer.encode(texts), np.int32),
+        letters=letters.tokens,
+        opposite=opposite,
+        padding=tokenizer.pad_id,
+    )
+    return replace(examples, width=examples.common_width)
+
+
+def _both_strands(recipe: Recipe, baselines: Baselines | None) -> bool:
+    """Return whether a classifier counts both strands the same."""
+    strands = recipe.section(GenomicData).reverse_complement
+    if strands == "auto":
+        strands = baselines is not None and baselines.both_strands
+    return bool(strands) and recipe.section(Objective).task == "classify"
+
+
+def _add_lora(network: Network, recipe: Recipe) -> str:
+    """Add adapters to the backbone; return a note."""
+    settings = recipe.section(GenomicLora)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(recipe.seed)
+        count = add_lora(
+            network.backbone,
+            rank=settings.lora_r,
+            alpha=settings.lora_alpha,
+            dropout=settings.lora_dropout,
+            targets=settings.lora_target_modules,
+        )
+    return f"LoRA adapters of rank {settings.lora_r} on {count} linear layers"
 
 
 def _check_motif(recipe: Recipe, objective: Objective) -> None:
@@ -199,17 +363,18 @@ def _classify_notes(
         if objective.baseline != "none" and len(stored.classes) > MOST_LABELS:
             yield f"no baseline: more than {MOST_LABELS} labels"
         return
+    config = stored.config
     losses = ", ".join(f"{each.name} {each.loss:.4f}" for each in baselines)
     yield f"linear baselines, validation loss: {losses}"
     if data.mutate == "auto":
-        yield f"data.mutate=auto: {mutated_share(recipe, baselines):g}"
+        share = mutated_share(recipe, baselines, published=config.backbone == "published")
+        yield f"data.mutate=auto: {share:g}"
     if data.reverse_complement == "auto":
         how = "both strands alike" if stored.both_strands else "one strand"
         yield f"data.reverse_complement=auto: {how}"
-    config = stored.config
     if repeats > 1:
         yield f"an epoch reads the training sequences {repeats} times"
-    if recipe.section(GenomicModelSection).backbone == "auto":
+    if recipe.section(GenomicModelSection).backbone == "auto" and config.backbone != "published":
         yield f"model.backbone=auto: {config.backbone}, for {config.max_length:,} letters"
     if config.window_end:
         yield (
@@ -218,11 +383,13 @@ def _classify_notes(
         )
 
 
-def mutated_share(recipe: Recipe, baselines: Baselines | None) -> float:
+def mutated_share(recipe: Recipe, baselines: Baselines | None, *, published: bool) -> float:
     """Return the share of letters that are replaced in training."""
     data, objective = recipe.section(GenomicData), recipe.section(Objective)
     if data.mutate != "auto":
         return data.mutate
+    if published:  # its tokens are not letters
+        return 0.0
     # One residue can decide on a value.
     if data.alphabet == "protein" or objective.target == "value":
         return 0.0
@@ -297,6 +464,7 @@ def make_network(
     seed: int,
     device: torch.device,
     byte_lm: ByteLM | None = None,
+    transformer: Transformer | None = None,
 ) -> Network:
     """Return a network with weights drawn from the seed on the CPU, the same on every device."""
     # Of k-mers, the other strand has others where letters are left over.
@@ -304,8 +472,10 @@ def make_network(
     complement = None if table is None else table.tolist()
     with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(seed)
-        backbone: GenomicModel | MotifModel
-        if stored.config.backbone == "motif":
+        backbone: GenomicModel | MotifModel | Transformer
+        if transformer is not None:
+            backbone = transformer
+        elif stored.config.backbone == "motif":
             backbone = MotifModel(stored.config, len(tokenizer.alphabet.letters))
         else:
             backbone = GenomicModel(stored.config, complement=complement, byte_lm=byte_lm)
@@ -338,20 +508,19 @@ def _network_info(
     *,
     train: Examples,
     base: NetworkInfo | None,
+    published: Checkpoint | None,
     baselines: Baselines | None,
 ) -> NetworkInfo:
     """Return what is saved next to the weights for predictions."""
     data, objective = recipe.section(GenomicData), recipe.section(Objective)
     model = recipe.section(GenomicModelSection)
     value = target if isinstance(target, Value) else Value()
-    strands = data.reverse_complement
-    if strands == "auto":
-        strands = baselines is not None and baselines.both_strands
+    lora = recipe.section(GenomicLora)
     combined = objective.baseline == "combined" and baselines is not None
     return NetworkInfo(
-        config=_config(model, objective, vocab_size=tokenizer.vocab_size, train=train)
-        if base is None
-        else replace(base.config, dropout=model.dropout),
+        config=_base_config(
+            model, objective, tokenizer, train=train, base=base, published=published
+        ),
         alphabet=data.alphabet,
         tokenizer=data.tokenizer,
         kmer=data.kmer,
@@ -364,8 +533,34 @@ def _network_info(
         max_length=data.max_length,
         centre=value.centre,
         spread=value.spread,
-        both_strands=bool(strands) and objective.task == "classify",
+        both_strands=_both_strands(recipe, baselines),
+        lora_scale=lora.lora_alpha / lora.lora_r if model.tune == "lora" else 0.0,
         linear=baselines.best.linear.features if combined and baselines is not None else None,
+    )
+
+
+def _base_config(
+    model: GenomicModelSection,
+    objective: Objective,
+    tokenizer: Tokenizer,
+    *,
+    train: Examples,
+    base: NetworkInfo | None,
+    published: Checkpoint | None,
+) -> GenomicConfig:
+    """Return the config of the network of model.path, or of a new one."""
+    if base is not None:
+        return replace(base.config, dropout=model.dropout)
+    if published is None:
+        return _config(model, objective, vocab_size=tokenizer.vocab_size, train=train)
+    return GenomicConfig(
+        vocab_size=tokenizer.vocab_size,
+        width=published.config["hidden_size"],
+        layers=published.config["num_hidden_layers"],
+        max_length=train.width,
+        backbone="published",
+        aligned=equal_length(train) > 0,
+        dropout=model.dropout,
     )
 
 
@@ -448,13 +643,17 @@ def _begin(
     source: tuple[Examples, Examples] | None,
 ) -> Iterator[str]:
     """Load or train the starting weights; yield notes about them."""
-    if base is not None:
-        name = recipe.section(GenomicModelSection).path
+    name = recipe.section(GenomicModelSection).path
+    if base is not None and (published := find_checkpoint(name)) is not None:
+        tokenizer = make_tokenizer("byte", ALPHABETS["dna"], 1, 0)
+        load_into(network, hyenadna_weights(published, base.config, tokenizer), head=False)
+        yield f"weights loaded from {name}, with a new head"
+    elif base is not None:
         places = ["max_length"] if stored.pool == "position" else []
         same = ("target", "classes", "pairs", "pool", *places)
         alike = all(getattr(base, key) == getattr(stored, key) for key in same)
         head = base.task != "generation" and alike
-        load_into(network, read_weights(expand_path(name)), head=head)
+        load_into(network, read_run(base, expand_path(name)), head=head)
         yield f"weights loaded from {name}{'' if head else ', with a new head'}"
     elif source is not None:
         device = next(network.parameters()).device

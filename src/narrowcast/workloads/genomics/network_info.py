@@ -19,11 +19,14 @@ from narrowcast.runs import RunFolder
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.heads import Pool
 from narrowcast.workloads.genomics.models.linear import Features
+from narrowcast.workloads.genomics.published.transformer import merged_lora
 from narrowcast.workloads.genomics.settings import TaskName
 
 FILE = "genomics.json"
 WEIGHTS = "model.safetensors"
 LINEAR_WEIGHTS = "linear.safetensors"
+PUBLISHED = "published"
+"""Folder with the config and tokenizer of a published transformer."""
 LARGEST = 2**24
 """Maximum bytes of that file."""
 
@@ -54,6 +57,8 @@ class NetworkInfo:
     """What the linear model in LINEAR_WEIGHTS counts, if predictions combine it."""
     mix: tuple[float, float] = (1.0, 0.0)
     """Weights of the outputs of the network and of the linear model."""
+    lora_scale: float = 0.0
+    """Factor of the LoRA adapters in the weights; 0: there are none."""
 
     def write(self, folder: Path) -> None:
         """Write it next to the weights."""
@@ -97,6 +102,12 @@ def read_weights(folder: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
         ) from error
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{shown_path(path)} is damaged: {error}.") from error
+
+
+def read_run(stored: NetworkInfo, folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a finished run, with its adapters merged."""
+    weights = read_weights(folder)
+    return merged_lora(weights, stored.lora_scale) if stored.lora_scale else weights
 
 
 def load_into(network: torch.nn.Module, weights: dict[str, Tensor], *, head: bool) -> None:

@@ -169,7 +169,14 @@ class GenomicModelSection(Section):
 
     path: Text = Field(
         default="",
-        description="folder of a finished run whose weights to start from; empty: a new network",
+        description="weights to start from: folder of a finished run, or a published checkpoint "
+        "(HyenaDNA; with classify ESM-2, Nucleotide Transformer, DNABERT-2) as a folder or "
+        "owner/name on the Hugging Face Hub; empty: a new network",
+    )
+    tune: Literal["full", "lora"] = Field(
+        default="full",
+        description="train all weights of the network in path (full), or LoRA adapters on it and "
+        "the head (lora)",
     )
     preset: Literal["mini", "tiny", "small", "base", "large", "long"] = Field(
         default="tiny", description="size of a new network"
@@ -209,7 +216,10 @@ class GenomicModelSection(Section):
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
-        """Check that pooling does not depend on the strand."""
+        """Check that adapters have a base, and that pooling does not depend on the strand."""
+        if self.tune == "lora" and not self.path:
+            text = "tune=lora needs a trained network. Write model.path, or leave tune out"
+            check_conflicts([(("tune", "path"), text)])
         if self.reverse_complement and self.pool in ("cls", "position"):
             text = f"pool={self.pool} depends on the strand. Write mean, max or attention"
             check_conflicts([(("pool", "reverse_complement"), text)])
@@ -278,6 +288,11 @@ class Tuning(Section):
         le=1,
         description="learning rate factor from each stage to the one below it; 1: the same rate",
     )
+    base_lr_factor: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="learning rate factor of the network below the head; auto: 1, but all "
+        "weights of a published checkpoint train at 1e-4 at most",
+    )
     freeze: bool = Field(default=False, description="train the head only")
     unfreeze_over: Share = Field(
         default=0.0,
@@ -298,4 +313,27 @@ class Tuning(Section):
         return self.unfreeze_over > 0
 
 
-SECTIONS = Sections(data=GenomicData, model=GenomicModelSection, objective=Objective, tuning=Tuning)
+class GenomicLora(Section):
+    """LoRA adapters (peft), used with model.tune=lora."""
+
+    lora_r: int = Field(default=16, ge=1, le=2**16, description="rank of each adapter")
+    lora_alpha: float = Field(
+        default=32, gt=0, le=1e6, description="adapter outputs are scaled by lora_alpha / lora_r"
+    )
+    lora_dropout: Share = Field(
+        default=0.05, description="dropout on adapter inputs during training"
+    )
+    lora_target_modules: tuple[Column, ...] = Field(
+        default=(),
+        max_length=1000,
+        description="layers that get an adapter; none: every linear layer below the head",
+    )
+
+
+SECTIONS = Sections(
+    data=GenomicData,
+    model=GenomicModelSection,
+    objective=Objective,
+    tuning=Tuning,
+    lora=GenomicLora,
+)

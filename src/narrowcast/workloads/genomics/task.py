@@ -17,10 +17,15 @@ from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import ParameterGroup, Task
 from narrowcast.workloads.genomics.build import Parts, build_parts, mutated_share
 from narrowcast.workloads.genomics.data.examples import Batch, Examples, on
-from narrowcast.workloads.genomics.models.combined import Mix, of_strands, other_strand
+from narrowcast.workloads.genomics.models.combined import (
+    Mix,
+    letter_tokens,
+    of_strands,
+    other_strand,
+)
 from narrowcast.workloads.genomics.models.hyena import filter_parameters
 from narrowcast.workloads.genomics.models.model import Network
-from narrowcast.workloads.genomics.network_info import LINEAR_WEIGHTS
+from narrowcast.workloads.genomics.network_info import LINEAR_WEIGHTS, PUBLISHED
 from narrowcast.workloads.genomics.results import (
     Classified,
     Judged,
@@ -35,6 +40,8 @@ from narrowcast.workloads.genomics.targets import Labels, NextToken, OneClass, P
 
 OF_SOURCE = "of_source"
 """Name of the headline metric on the source domain."""
+PUBLISHED_LR = 1e-4
+"""Largest learning rate of all weights of a published checkpoint."""
 WEIGHT = "weight"
 """Batch key of its weight in the step."""
 JUDGED_ROWS = 256
@@ -83,11 +90,20 @@ class Genomic:
         *base, head = self.parts.network.stages()
         groups, seen = [ParameterGroup(parameters=list(head.parameters()))], set(head.parameters())
         for depth, stage in enumerate(reversed(base), start=1):
-            fresh = [p for p in stage.parameters() if p not in seen]
+            fresh = [p for p in stage.parameters() if p not in seen and p.requires_grad]
             seen.update(fresh)
             share = tuning.unfreeze_over * depth / len(base)
-            groups += self._stage(fresh, tuning.layerwise_decay**depth, frozen_until=share)
+            factor = self._base_lr_factor() * tuning.layerwise_decay**depth
+            groups += self._stage(fresh, factor, frozen_until=share)
         return groups
+
+    def _base_lr_factor(self) -> float:
+        factor = self.recipe.section(Tuning).base_lr_factor
+        if factor != "auto":
+            return factor
+        if not self.parts.published_weights:
+            return 1.0
+        return min(PUBLISHED_LR / max(self.recipe.optimizer.lr, PUBLISHED_LR), 1.0)
 
     def _stage(
         self, parameters: Sequence[nn.Parameter], lr_factor: float, *, frozen_until: float
@@ -117,16 +133,24 @@ class Genomic:
     def _turned(self, batch: Batch) -> Batch:
         """Read about half of the rows from the other strand, if strands count the same."""
         complement = self.parts.complement
-        if complement is None:
+        if complement is None and "opposite" not in batch:
             return batch
         tokens, mask = batch["tokens"], batch["mask"]
         chosen = torch.rand(len(tokens), 1, device=tokens.device) < 0.5
+        if complement is None:
+            return {
+                **batch,
+                "tokens": torch.where(chosen, batch["opposite"], tokens),
+                "mask": torch.where(chosen, batch["opposite_mask"], mask),
+            }
         other = other_strand(tokens, mask, complement)
         return {**batch, "tokens": torch.where(chosen, other, tokens)}
 
     def _mutated(self, batch: Batch) -> Batch:
         """Replace some letters at random, the same in both sequences of a pair."""
-        share, letters = mutated_share(self.recipe, self.parts.baselines), self.parts.letters
+        parts = self.parts
+        share = mutated_share(self.recipe, parts.baselines, published=parts.published is not None)
+        letters = parts.letters
         if not share:
             return batch
         tokens, device = batch["tokens"], batch["tokens"].device
@@ -191,10 +215,10 @@ class Genomic:
         network, linear = list[Tensor](), dict[str, list[Tensor]]()
         for batch in examples.batches(JUDGED_ROWS):
             there = on(self.device, batch)
-            result = of_strands(model, there["tokens"], there["mask"], parts.complement)
+            result = of_strands(model, there, parts.complement)
             network.append(result.float())
             for each in parts.baselines or ():
-                linear.setdefault(each.name, []).append(each.linear(there["tokens"]))
+                linear.setdefault(each.name, []).append(each.linear(letter_tokens(there)))
         return classified(
             torch.cat(network).cpu(),
             {name: torch.cat(outputs).cpu() for name, outputs in linear.items()},
@@ -214,6 +238,8 @@ class Genomic:
             mix = results[name].mix
         info = parts.info if mix is None else replace(parts.info, mix=mix)
         info.write(folder)
+        if parts.published is not None:
+            parts.published.copy_description(folder / PUBLISHED)
         if parts.baselines is not None and info.linear is not None:
             save_file(parts.baselines.best.linear.state_dict(), folder / LINEAR_WEIGHTS)
         best = parts.baselines.best.name if parts.baselines is not None else ""

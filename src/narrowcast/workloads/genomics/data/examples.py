@@ -20,6 +20,7 @@ Batch: TypeAlias = dict[str, Tensor]
 Targets: TypeAlias = "npt.NDArray[Any] | Ragged | None"
 """One per row, one per token (ragged), or None if the next token is the target."""
 
+LETTER_PADDING = 0
 SHAPE_STEP = 8
 """Widths are multiples of it, as 16-bit and 8-bit matrix products need."""
 
@@ -49,6 +50,11 @@ class Ragged:
     def longest(self) -> int:
         return int(np.diff(self.ends, prepend=0).max(initial=0))
 
+    @property
+    def width(self) -> int:
+        """Width of a batch that holds any row."""
+        return -(-self.longest // SHAPE_STEP) * SHAPE_STEP
+
     def padded(self, indices: Sequence[int], width: int, filler: int) -> Tensor:
         """Return rows padded to one width: (rows, width), int64."""
         out = np.full((len(indices), width), filler, dtype=np.int64)
@@ -70,6 +76,10 @@ class Examples:
     width: int = 0
     """Width of every batch; 0: the width of the longest row."""
     padding: int = 0
+    letters: Ragged | None = None
+    """Single letters, if `tokens` are of a published tokenizer; for linear models."""
+    opposite: Ragged | None = None
+    """Tokens of the other strand, if they are of a published tokenizer and both count the same."""
     repeats: int = 1
     """How often each row occurs, for training sets that are smaller than a batch."""
 
@@ -86,6 +96,11 @@ class Examples:
             batch["alternative"] = self.alternatives.padded(indices, width, self.padding)
             # Of a pair of unequal lengths, the letters that one lacks are a gap in it.
             batch["mask"] |= batch["alternative"] != self.padding
+        if self.letters is not None:
+            batch["letters"] = self.letters.padded(indices, self.letters.width, LETTER_PADDING)
+        if self.opposite is not None:
+            batch["opposite"] = self.opposite.padded(indices, width, self.padding)
+            batch["opposite_mask"] = batch["opposite"] != self.padding
         if isinstance(self.targets, Ragged):
             batch["targets"] = self.targets.padded(indices, width, UNLABELLED)
         elif self.targets is not None:
@@ -107,10 +122,8 @@ class Examples:
     @property
     def common_width(self) -> int:
         """Width of a batch that holds any row."""
-        longest = max(
-            self.tokens.longest, 0 if self.alternatives is None else self.alternatives.longest
-        )
-        return -(-longest // SHAPE_STEP) * SHAPE_STEP
+        others = (each for each in (self.alternatives, self.opposite) if each is not None)
+        return max(self.tokens.width, *(each.width for each in others), 0)
 
     def digest(self) -> str:
         """Return a fingerprint of the examples."""

@@ -16,7 +16,7 @@ from narrowcast.hardware import detect_hardware
 from narrowcast.precision.plan.policy import PRESETS, policy_from
 from narrowcast.precision.step.prepared import Prepared, prepare
 from narrowcast.precision.weights.frozen_base import quantize_frozen
-from narrowcast.workloads.genomics.build import make_network
+from narrowcast.workloads.genomics.build import make_network, retokenized
 from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged, on
 from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.models.combined import Combined
@@ -24,10 +24,18 @@ from narrowcast.workloads.genomics.models.linear import Linear
 from narrowcast.workloads.genomics.models.model import Network
 from narrowcast.workloads.genomics.network_info import (
     LINEAR_WEIGHTS,
+    PUBLISHED,
     NetworkInfo,
     load_into,
     read_network_info,
+    read_run,
     read_weights,
+)
+from narrowcast.workloads.genomics.published.checkpoint import read_checkpoint
+from narrowcast.workloads.genomics.published.transformer import (
+    PublishedTokenizer,
+    Transformer,
+    build_transformer,
 )
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS, Alphabet
 from narrowcast.workloads.genomics.sequences.tokenizers import Ids, Tokenizer, make_tokenizer
@@ -56,6 +64,8 @@ class Finished:
     """The network of both strands, and the linear model beside it."""
     prepared: Prepared | None
     """None for plain fp32."""
+    published: PublishedTokenizer | None = None
+    """The tokenizer of a published transformer."""
     snr_db: dict[str, float] = field(default_factory=dict)
     """Signal-to-noise ratio of each weight in e4m3, if they are."""
 
@@ -92,6 +102,8 @@ class Finished:
             targets=None,
             padding=self.tokenizer.pad_id,
         )
+        if self.published is not None:
+            examples = retokenized(examples, rows, self.published, strands=self.info.both_strands)
         return self.predict_batch(examples.__getitems__(list(range(len(rows)))), rows), tokens
 
     def predict_batch(self, batch: Batch, rows: Sequence[Row]) -> Tensor:
@@ -99,7 +111,7 @@ class Finished:
         there = on(self.device, batch)
         try:
             with torch.no_grad(), self.autocast():
-                result = self.combined(there["tokens"], there["mask"], there.get("alternative"))
+                result = self.combined(there)
             answer: Tensor = result.float().cpu()
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -136,14 +148,24 @@ def finished(
             "copy."
         )
     target = _target(stored, tokenizer)
-    weights = read_weights(folder)
+    published = None
+    if stored.config.backbone == "published":
+        published = read_checkpoint(folder / PUBLISHED, name=name)
+
+    def transformer(place: torch.device) -> Transformer | None:
+        return None if published is None else build_transformer(published, device=place)
+
+    weights = read_run(stored, folder)
+    meta = torch.device("meta")
     # Shapes first, which take no memory: what a damaged file says may be of any size.
     load_into(
-        make_network(stored, tokenizer, target, seed=0, device=torch.device("meta")),
+        make_network(stored, tokenizer, target, seed=0, device=meta, transformer=transformer(meta)),
         weights,
         head=True,
     )
-    network = make_network(stored, tokenizer, target, seed=0, device=location)
+    network = make_network(
+        stored, tokenizer, target, seed=0, device=location, transformer=transformer(location)
+    )
     load_into(network, weights, head=True)
     network.eval()
     snr_db: dict[str, float] = {}
@@ -165,6 +187,7 @@ def finished(
         device=location,
         snr_db=snr_db,
         prepared=prepared,
+        published=None if published is None else PublishedTokenizer(published, tokenizer.alphabet),
     )
 
 
@@ -186,7 +209,7 @@ def _combined(
             )
         linear.load_state_dict(weights)
     complement = None
-    if stored.both_strands:
+    if stored.both_strands and stored.config.backbone != "published":
         assert tokenizer.complement is not None
         complement = torch.from_numpy(tokenizer.complement)
     combined = Combined(network, linear=linear, mix=stored.mix, complement=complement)

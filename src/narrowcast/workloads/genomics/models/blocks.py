@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.mixer_norm = nn.LayerNorm(config.width)
         self.mixer = _mixer(config, index)
         self.mlp_norm = nn.LayerNorm(config.width)
-        self.mlp = MLP(config.width)
+        self.mlp = MLP(config.width) if config.gelu == "exact" else TanhMLP(config.width)
         self.dropout = nn.Dropout(config.dropout)
         # What is added to the stream is divided by this, so that depth does not swell it.
         for last in (self.mixer.out, self.mlp.down):
@@ -49,6 +49,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+
+class TanhMLP(MLP):
+    """MLP with the tanh approximation of the GELU, as published models have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return out
 
 
@@ -100,6 +108,7 @@ def _mixer(config: GenomicConfig, index: int) -> HyenaOperator | Attention | Con
                 max_length=config.max_patches(config.max_length),
                 causal=config.causal,
                 filter_width=config.filter_width,
+                filter_shift=config.filter_shift,
             )
         case "attention":
             return Attention(config.width, heads=config.head_count, causal=config.causal)
@@ -108,8 +117,8 @@ def _mixer(config: GenomicConfig, index: int) -> HyenaOperator | Attention | Con
             return Convolution(
                 config.width, kernel=config.kernel, dilation=dilation, causal=config.causal
             )
-        case "motif":
-            raise ConfigError("backbone=motif has no blocks of this kind. Build a MotifModel.")
+        case "motif" | "published":
+            raise ConfigError(f"backbone={config.backbone} has no blocks of this kind.")
 
 
 def _turned(heads: Tensor) -> Tensor:

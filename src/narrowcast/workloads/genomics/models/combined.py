@@ -4,6 +4,7 @@ from typing import TypeAlias, final
 
 from torch import Tensor, nn
 
+from narrowcast.workloads.genomics.data.examples import Batch
 from narrowcast.workloads.genomics.models.linear import Linear
 from narrowcast.workloads.genomics.models.model import Network, reversed_places
 
@@ -18,7 +19,7 @@ def other_strand(tokens: Tensor, mask: Tensor, complement: Tensor) -> Tensor:
 
 @final
 class Combined(nn.Module):
-    """A trained network with its linear model, called like the network."""
+    """A trained network with its linear model."""
 
     def __init__(
         self, network: Network, *, linear: Linear | None, mix: Mix, complement: Tensor | None
@@ -28,24 +29,27 @@ class Combined(nn.Module):
         self.register_buffer("complement", complement, persistent=False)
         self.complement: Tensor | None
 
-    def forward(self, tokens: Tensor, mask: Tensor, alternative: Tensor | None = None) -> Tensor:
-        result = of_strands(self.network, tokens, mask, self.complement, alternative)
+    def forward(self, batch: Batch) -> Tensor:
+        result = of_strands(self.network, batch, self.complement)
         if self.linear is None:
             return result
-        out: Tensor = self.mix[0] * result.float() + self.mix[1] * self.linear(tokens)
+        out: Tensor = self.mix[0] * result.float() + self.mix[1] * self.linear(letter_tokens(batch))
         return out
 
 
-def of_strands(
-    network: nn.Module,
-    tokens: Tensor,
-    mask: Tensor,
-    complement: Tensor | None,
-    alternative: Tensor | None = None,
-) -> Tensor:
-    """Return the outputs of a network; with complements, the mean over both strands."""
-    result: Tensor = network(tokens, mask, alternative)
-    if complement is None:
+def letter_tokens(batch: Batch) -> Tensor:
+    """Return the tokens of single letters."""
+    return batch.get("letters", batch["tokens"])
+
+
+def of_strands(network: nn.Module, batch: Batch, complement: Tensor | None) -> Tensor:
+    """Return the outputs of a network; the mean over both strands if they count the same."""
+    tokens, mask = batch["tokens"], batch["mask"]
+    result: Tensor = network(tokens, mask, batch.get("alternative"))
+    if "opposite" in batch:
+        other: Tensor = network(batch["opposite"], batch["opposite_mask"], None)
+    elif complement is not None:
+        other = network(other_strand(tokens, mask, complement), mask, None)
+    else:
         return result
-    other: Tensor = network(other_strand(tokens, mask, complement), mask, None)
     return (result + other) / 2

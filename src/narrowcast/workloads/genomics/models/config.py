@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from narrowcast.errors import ConfigError
 
-Backbone = Literal["hyena", "attention", "cnn", "motif"]
+Backbone = Literal["hyena", "attention", "cnn", "motif", "published"]
+"""published: a transformer that `published` describes."""
 Patching = Literal["none", "static", "entropy"]
 
 
@@ -25,6 +26,10 @@ class GenomicConfig:
     """Order of the Hyena operator: one more than its long convolutions."""
     filter_width: int = 64
     """Hidden units of the network that generates Hyena filters."""
+    filter_shift: float = 0.0
+    """Added to the decay of Hyena filters, which then do not fade to zero."""
+    gelu: Literal["exact", "tanh"] = "exact"
+    """The GELU of MLPs."""
     heads: int | None = None
     """Attention heads; None: one per 64 of the width."""
     kernel: int = 9

@@ -42,8 +42,10 @@ class ImplicitFilter(nn.Module):
         causal: bool = True,
         orders: int = 1,
         hidden: int = 64,
+        shift: float = 0.0,
     ) -> None:
         super().__init__()
+        self.shift = shift
         self.shape = (orders, 1 if causal else 2, width)
         self.max_length = max_length
         sizes = [1 + 2 * BANDS, hidden, hidden, hidden]
@@ -70,7 +72,7 @@ class ImplicitFilter(nn.Module):
         taps: Tensor = (self.output.to(dtype) @ x).unflatten(0, self.shape)
         slow, fast = -math.log(FADED) / SLOW, -math.log(FADED) / FAST
         rates = torch.linspace(slow, fast, self.shape[-1], device=time.device, dtype=dtype)
-        taps = taps * torch.exp(-rates[:, None] * time)
+        taps = taps * (torch.exp(-rates[:, None] * time) + self.shift)
         if self.shape[1] == 1:
             return taps[:, 0]
         after, ahead = taps.unbind(1)
@@ -106,6 +108,7 @@ class HyenaOperator(nn.Module):
         max_length: int,
         causal: bool = True,
         filter_width: int = 64,
+        filter_shift: float = 0.0,
         dropout: float = 0.0,
         method: Method | None = None,
     ) -> None:
@@ -114,7 +117,12 @@ class HyenaOperator(nn.Module):
         self.project = nn.Linear(width, (order + 1) * width)
         self.short = ShortConvolution((order + 1) * width, causal=causal)
         self.filter = ImplicitFilter(
-            width, max_length=max_length, causal=causal, orders=order - 1, hidden=filter_width
+            width,
+            max_length=max_length,
+            causal=causal,
+            orders=order - 1,
+            hidden=filter_width,
+            shift=filter_shift,
         )
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(width, width)

@@ -20,6 +20,7 @@ from narrowcast.workloads.genomics.models.patches import (
     cut_at,
     every,
 )
+from narrowcast.workloads.genomics.published.transformer import Transformer
 
 
 class GenomicModel(nn.Module):
@@ -120,7 +121,7 @@ def reversed_places(tokens: Tensor, mask: Tensor | None) -> Tensor:
 class Network(nn.Module):
     """A backbone with a head; for pairs the head sees the difference and the alternative."""
 
-    def __init__(self, backbone: GenomicModel | MotifModel, head: nn.Module) -> None:
+    def __init__(self, backbone: GenomicModel | MotifModel | Transformer, head: nn.Module) -> None:
         super().__init__()
         self.backbone, self.head = backbone, head
 
