@@ -1,5 +1,6 @@
 """`narrowcast genomics`: pretrain, predict, score variants, generate sequences."""
 
+import itertools
 import json
 import re
 import sys
@@ -106,10 +107,10 @@ def pretrain(ctx: click.Context, overrides: tuple[str, ...], out: str | None, qu
 @click.option(
     "--weights",
     "weights_format",
-    type=click.Choice(["full", "e4m3"]),
+    type=click.Choice(["full", "int8", "e4m3"]),
     default="full",
     show_default=True,
-    help="Store the weights of linear layers in e4m3, one byte each; prints the error.",
+    help="Store weights in int8 or e4m3, one byte each; prints the error against fp32.",
 )
 def predict(run: str, file: str, reference: str | None, output: str, **options: Any) -> None:
     """Predict for every sequence in FILE with a finished RUN, and write a table.
@@ -126,6 +127,7 @@ def predict(run: str, file: str, reference: str | None, output: str, **options: 
         lines,
         predictions,
     )
+    from narrowcast.workloads.genomics.inference.quantize import quantization_note
     from narrowcast.workloads.genomics.inference.reading import Columns, Reader
 
     requested = finished(
@@ -134,21 +136,25 @@ def predict(run: str, file: str, reference: str | None, output: str, **options: 
         policy=options["policy"],
         weights_format=options["weights_format"],
     )
-    if requested.quantization_note:
-        click.echo(requested.quantization_note, err=True)
     require_target(requested, writes=False, instead="Use `genomics generate` or `genomics score`.")
     along = requested.target.per_letter
     kind = format_named(options["kind"], output, along=along)
     columns = Columns(
         **{key: options[key] for key in ("sequence", "alternative", "name", "position")}
     )
+    genome = None if reference is None else expand_path(reference)
+    if requested.quantized:
+        first = Reader(requested, columns).rows(expand_path(file), genome)
+        if sample := list(itertools.islice(first, options["batch_size"])):
+            full = finished(run, device=options["device"])
+            click.echo(quantization_note(requested, full, sample), err=True)
     reader = Reader(requested, columns)
     if along:
         result = letter_predictions(
             requested, reader.whole(expand_path(file)), batch_size=options["batch_size"]
         )
     else:
-        rows = reader.rows(expand_path(file), None if reference is None else expand_path(reference))
+        rows = reader.rows(expand_path(file), genome)
         result = predictions(requested, rows, batch_size=options["batch_size"])
     meter = _Meter("records")
     _write(path, lines(meter.counted(result), requested.target, kind), meter)

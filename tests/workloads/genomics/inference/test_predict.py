@@ -3,14 +3,17 @@
 import csv
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 from narrowcast.cli.entry import run_command
 from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.inference.finished import finished as loaded
 from narrowcast.workloads.genomics.inference.predict import Prediction, intervals, lines
+from narrowcast.workloads.genomics.inference.quantize import quantization_note
 from narrowcast.workloads.genomics.targets import EveryLetter
 
 
@@ -131,22 +134,47 @@ def test_features_of_one_strand_are_written_as_they_are_read(kind, column):
     assert [row[2 if kind == "gff" else 3] for row in features] == ["gene", "gene", "+"]
 
 
-def test_weights_in_e4m3_predict_as_their_dequantised_values(finished):
+@pytest.mark.parametrize("weights_format", ["int8", "e4m3"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_weights_in_8_bits_predict_as_their_dequantised_values(finished, weights_format, policy):
     name = str(finished("values"))
-    quantised = loaded(name, device="cpu", weights_format="e4m3")
+    quantised = loaded(name, device="cpu", weights_format=weights_format, policy=policy)
     records = [Row(sequence=text, alternative="") for text in ("ACGTACGT", "TTTTGGGG", "ACCA")]
     outputs, _ = quantised.answers(records)
-    plain = loaded(name, device="cpu")
+    plain = loaded(name, device="cpu", policy=policy)
     assert not torch.equal(outputs, plain.answers(records)[0])
-    layers = dict(quantised.network.named_modules())
+    stored = [
+        (name, module)
+        for name, module in quantised.network.named_modules()
+        if parametrize.is_parametrized(module)
+    ]
+    assert len(stored) == quantised.quantized
     with torch.no_grad():
-        for layer in quantised.snr_db:
+        for layer, module in stored:
             weight = plain.network.get_parameter(f"{layer}.weight")
-            scale = weight.abs().amax(1, keepdim=True)
-            restored = layers[layer].weight.float()
-            # e4m3 has 3 bits after the leading one.
-            assert ((restored - weight).abs() <= weight.abs() / 16 + scale * 2**-9).all()
-            weight.copy_(restored)
-    torch.testing.assert_close(plain.answers(records)[0], outputs, rtol=1e-5, atol=1e-5)
-    assert "linear layers in e4m3: signal-to-noise ratio" in quantised.quantization_note
-    assert plain.quantization_note == ""
+            rows = weight.flatten(1)
+            largest = rows.abs().amax(1)
+            if weights_format == "int8":
+                zeros = torch.zeros(len(rows), dtype=torch.int32)
+                expected = torch.fake_quantize_per_channel_affine(
+                    rows, largest / 127, zeros, 0, -127, 127
+                )
+            else:
+                scale = (largest / 448).numpy()[:, None]
+                codes = (rows.numpy() / scale).astype(ml_dtypes.float8_e4m3fn)
+                expected = torch.from_numpy(codes.astype(np.float32) * scale)
+            torch.testing.assert_close(module.weight.flatten(1), expected, rtol=1e-6, atol=0)
+            weight.copy_(module.weight)
+    tolerance = 1e-5 if policy == "fp32" else 2**-6
+    again = plain.answers(records)[0]
+    torch.testing.assert_close(again, outputs, rtol=tolerance, atol=tolerance)
+
+
+def test_error_of_8_bit_weights_is_measured_against_fp32(finished):
+    name = str(finished("values"))
+    rows = [Row(sequence=text, alternative="") for text in ("ACGTACGT", "TTTTGGGG", "ACCA")]
+    full, stored = (loaded(name, device="cpu", weights_format=each) for each in ("full", "int8"))
+    note = quantization_note(stored, full, rows)
+    error = (stored.answers(rows)[0] - full.answers(rows)[0]).square().mean().sqrt().item()
+    assert f"differ from fp32 by {error:.2g} (root mean square" in note
+    assert "in int8: " in note

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -15,10 +15,10 @@ from narrowcast.errors import CheckpointError, ConfigError, DivergedError, Unsup
 from narrowcast.hardware import detect_hardware
 from narrowcast.precision.plan.policy import PRESETS, policy_from
 from narrowcast.precision.step.prepared import Prepared, prepare
-from narrowcast.precision.weights.frozen_base import quantize_frozen
 from narrowcast.workloads.genomics.build import make_network, retokenized
 from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged, on
 from narrowcast.workloads.genomics.data.rows import Row
+from narrowcast.workloads.genomics.inference.quantize import WeightsFormat, quantize_weights
 from narrowcast.workloads.genomics.models.combined import Combined
 from narrowcast.workloads.genomics.models.linear import Linear
 from narrowcast.workloads.genomics.models.model import Network
@@ -66,20 +66,9 @@ class Finished:
     """None for plain fp32."""
     published: PublishedTokenizer | None = None
     """The tokenizer of a published transformer."""
-    snr_db: dict[str, float] = field(default_factory=dict)
-    """Signal-to-noise ratio of each weight in e4m3, if they are."""
-
-    @property
-    def quantization_note(self) -> str:
-        """What quantization lost, as a sentence; empty without it."""
-        if not self.snr_db:
-            return ""
-        worst = min(self.snr_db, key=lambda name: self.snr_db[name])
-        mean = sum(self.snr_db.values()) / len(self.snr_db)
-        return (
-            f"weights of {len(self.snr_db)} linear layers in e4m3: signal-to-noise ratio "
-            f"{mean:.1f} dB on average, {self.snr_db[worst]:.1f} dB in {worst}"
-        )
+    weights_format: WeightsFormat = "full"
+    quantized: int = 0
+    """Layers whose weights are in 8 bits."""
 
     @property
     def alphabet(self) -> Alphabet:
@@ -132,9 +121,13 @@ class Finished:
 
 
 def finished(
-    name: str, *, device: str = "auto", policy: str = "fp32", weights_format: str = "full"
+    name: str,
+    *,
+    device: str = "auto",
+    policy: str = "fp32",
+    weights_format: WeightsFormat = "full",
 ) -> Finished:
-    """Load a finished run from its folder; `weights_format` e4m3 stores linear layers in 8 bits."""
+    """Load a finished run from its folder; int8 and e4m3 store most weights in 8 bits."""
     requested = policy_from(policy)
     location = torch.device(detect_hardware(device).device)
     stored, folder = read_network_info(name)
@@ -168,10 +161,9 @@ def finished(
     )
     load_into(network, weights, head=True)
     network.eval()
-    snr_db: dict[str, float] = {}
-    if weights_format == "e4m3":
-        network.requires_grad_(False)
-        snr_db = quantize_frozen(network)
+    quantized = 0
+    if weights_format != "full":
+        quantized = quantize_weights(network, weights_format)
     prepared = None
     if requested != PRESETS["fp32"]:
         # A policy is of training, so there is an optimizer; nothing moves it.
@@ -185,7 +177,8 @@ def finished(
         network=network,
         combined=_combined(stored, folder, network, tokenizer, location),
         device=location,
-        snr_db=snr_db,
+        weights_format=weights_format,
+        quantized=quantized,
         prepared=prepared,
         published=None if published is None else PublishedTokenizer(published, tokenizer.alphabet),
     )
