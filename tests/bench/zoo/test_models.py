@@ -7,7 +7,7 @@ import torch
 
 from narrowcast.bench.zoo.models import ZOO, build_model, select_models
 from narrowcast.bench.zoo.ways import BF16, BF16_SPLIT, FP8_SPLIT, make_step, trials
-from narrowcast.errors import ConfigError
+from narrowcast.errors import ConfigError, UnsupportedError
 
 # transformers' DeBERTa compiles functions with torch.jit when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is dep:DeprecationWarning")
@@ -24,6 +24,8 @@ MILLIONS = {
 
 JUMPS = {"dac"}
 """Models with discrete codes, whose loss jumps between the first steps."""
+WAIT = {"dac", "detr-r50", "videomae-b", "deberta-v3-base", "mixtral-350m", "qwen3-moe-0.9b"}
+"""Models whose forward pass waits for the device, so that it cannot be captured."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +65,12 @@ def test_on_a_gpu_every_way_lowers_the_loss_as_torch_does(name):
     losses = []
     for trial in trials([name], ways=["amp", "ours"], modes=["eager", "graphed"]):
         step, _ = make_step(build_model(name, device, quick=True), trial, device)
-        losses.append([float(step()) for _ in range(5)])
+        try:
+            losses.append([float(step()) for _ in range(5)])
+        except UnsupportedError as error:
+            waits = name in WAIT and trial.mode == "graphed"
+            if not waits or "it waits for the device at " not in str(error):
+                raise
     for mine in losses:
         assert mine[-1] < mine[0] or name in JUMPS
         assert all(

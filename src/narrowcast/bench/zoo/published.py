@@ -64,7 +64,7 @@ class Published:
                 settings[key] = library.ResNetConfig(**value)
         config = model_class.config_class(**settings)
         with device:
-            model = model_class(config)
+            model = model_class(config).to(device)  # some make weights on the CPU all the same
         inputs = self.inputs(Draw(device=device, quick=quick), config)
         if self.layout is torch.channels_last:
             inputs = {
