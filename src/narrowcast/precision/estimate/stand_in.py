@@ -60,6 +60,8 @@ class StandIn(TorchFunctionMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()
+        if device == "cuda":  # tensors of a GPU name which
+            device = f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"
         self.device = torch.device(device)
         self.reads_allowed = False
         """Whether a value that is read counts as true or as one, as the check of gradients."""

@@ -26,7 +26,8 @@ def pack(
 ) -> Tensor:
     """Return the numbers of one step as one tensor, on the device."""
     numbers = [finite, norm, scale, next_scale, lost, at_floor, bad_rank, mixed]
-    return torch.cat([torch.stack([n.detach().float() for n in numbers]), norms])
+    first = torch.stack([n.detach().float() for n in numbers])
+    return torch.cat([first, norms.to(first.device)])  # weights may be on several devices
 
 
 class _Numbers(NamedTuple):
