@@ -88,6 +88,10 @@ def check_dtypes_stay(
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what of a tensor lies on this device: all of it, unless it is sharded."""
+    sharded = as_sharded(tensor)
+    if sharded is not None and type(sharded._local_tensor) in PLAIN:
+        local: Tensor = sharded._local_tensor.detach()  # to_local() takes ten times as long
+        return local
     return _local_shard(tensor).detach()
 
 

@@ -91,7 +91,9 @@ def fully_shard(
     settings["mesh"] = _checked_mesh(mesh, model)
     if settings["mesh"].size(-1) == 1:  # nothing is sharded, and freeing the weights saves no copy
         settings.setdefault("reshard_after_forward", False)
-    settings["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=storage_dtype(plan.policy.reduce))
+    # Where one rank holds all, nothing is added up, and gradients stay in the format they have.
+    reduce = storage_dtype(plan.policy.reduce) if settings["mesh"].size() > 1 else None
+    settings["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=reduce)
     trained = {p for p in model.parameters() if p.requires_grad}
     formats = weight_formats(model, plan, trained)
     # torch shards no scalars.

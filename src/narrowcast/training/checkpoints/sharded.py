@@ -114,7 +114,7 @@ def take_sharded_snapshot(
             "others. Save each stage of a pipeline as a checkpoint of its own."
         )
     tree = ranks.first(named.tree)
-    patches = ranks.gather(_patches(tree, named.tree))
+    patches = ranks.gather([] if tree == named.tree else _patches(tree, named.tree))
     firsts = [named.aliases.get(name, "") for name in named.tensors]
     alike = zip(named.tensors, ranks.same(firsts), strict=True)
     index = {
