@@ -1,5 +1,6 @@
 """Start the ranks of a run with torchrun, and find the folder again after a restart."""
 
+import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ def start_ranks(arguments: Sequence[str], settings: ParallelSection) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    # The rank that failed has said why.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     options = [
         "--standalone",
         f"--nproc-per-node={settings.ranks}",

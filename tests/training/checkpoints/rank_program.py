@@ -15,6 +15,8 @@ from narrowcast.errors import CheckpointError
 from narrowcast.precision.step.saved_state import collect_state
 from narrowcast.training.checkpoints.run_checkpoint import load_checkpoint, save_checkpoint
 from narrowcast.training.checkpoints.tree import flatten_named, joined_name
+from narrowcast.training.parallel import RunRanks
+from narrowcast.training.step.shares import connected
 
 _FORKED = "forked rank"
 OPTIMIZERS = {
@@ -240,6 +242,22 @@ def load_histories(folder):
     run = prepared(policy="fp8-delayed", emulate=True, width=32)
     load_checkpoint(run, folder)
     return run.state_dict()["amax"]["amax"].tolist()
+
+
+def frozen_fp8_in_ddp():
+    """Return the frozen bytes and the gradient of a model that each rank made on its own."""
+    ranks = RunRanks(rank=dist.get_rank(), size=dist.get_world_size())
+    model = network(seed=ranks.rank, width=32)
+    model[0].requires_grad_(False)
+    nc.quantize_frozen(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    run = nc.prepare(model, torch.optim.AdamW(trained), policy="bf16")
+    replica = connected(model, ranks, run.plan)
+    with run.autocast():
+        loss = replica(torch.full((4, 16), 1.0 + ranks.rank)).square().mean()
+    run.backward(loss)
+    narrow = [t for t in model.state_dict().values() if t.dtype == torch.float8_e4m3fn]
+    return [t.float().tolist() for t in narrow], model[3].weight.grad.tolist()
 
 
 if __name__ == _FORKED:

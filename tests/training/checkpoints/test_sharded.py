@@ -113,6 +113,12 @@ def test_what_differs_by_rank_comes_back_to_the_same_rank(ranks, tmp_path):
     assert ranks.run(3, "load_own", tmp_path / "checkpoint") == [0, 1, 0]
 
 
+def test_frozen_fp8_weights_are_those_of_rank_0_under_ddp(ranks):
+    (weights, grad), other = ranks.run(2, "frozen_fp8_in_ddp")
+    assert len(weights) == 1
+    assert other == (weights, grad)
+
+
 def test_amax_histories_on_other_ranks_are_the_largest_of_all(ranks, tmp_path):
     one, other = ranks.run(2, "save_histories", tmp_path / "checkpoint")
     assert one != other

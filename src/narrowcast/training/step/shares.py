@@ -77,6 +77,15 @@ def connected(model: nn.Module, ranks: RunRanks, plan: Plan) -> nn.Module:
     if not ranks.several or is_sharded(model):
         return model
     device = next(model.parameters()).device
+    # Frozen weights of fp8, which gloo cannot send as they are.
+    narrow = {
+        name: tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.is_floating_point() and tensor.itemsize == 1
+    }
+    if narrow:
+        ranks.broadcast_from_main(narrow.values())
+        Replica._set_params_and_buffers_to_ignore_for_model(model, list(narrow))
     # Buckets as gradients would be memory of DDP's that the engine cannot give back.
     replica = Replica(model, device_ids=[device] if device.type == "cuda" else None)
     set_reduce_format(replica, plan)
