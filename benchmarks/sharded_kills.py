@@ -1,6 +1,6 @@
 """Two ranks killed at random moments while they train and save: is the resumed run the same run?
 
-Run: python benchmarks/sharded_kills.py [--kills N] [--seed N] [--json PATH]
+Run: python benchmarks/sharded_kills.py [--recipe] [--kills N] [--seed N] [--json PATH]
 
 Two ranks train an FSDP2 model with bf16 weights and split master weights, and replace one
 checkpoint after every step, half of the runs in the background. A SIGKILL ends both ranks,
@@ -8,7 +8,11 @@ or one of them, at a moment drawn from the seed. Then two new ranks load what is
 The last checkpoint must be that of a run that was never killed, byte for byte: weights, master
 weights, moments, EMA, counts and position. First, one process is killed before each file operation
 of a save that replaces a checkpoint; what is left must be the old or the new one.
-Exits with 1 if any differs.
+
+With --recipe, the ranks are those of `narrowcast train quickstart parallel.strategy=fsdp`, and
+`narrowcast resume` continues the run. On two ranks, its records, checkpoint and weights must be
+those of a run that was never killed, bit for bit. Every fourth is resumed on one rank, and its
+losses must be the same but for the order of sums. Exits with 1 if any differs.
 """
 
 import argparse
@@ -18,6 +22,8 @@ import os
 import random
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +31,13 @@ from pathlib import Path
 from typing import Any
 
 STEPS, EVERY, WIDTH, TIME_LIMIT = 30, 1, 1024, 120.0
+RECIPE_STEPS = 24
+RECIPE = [
+    *["quickstart", "parallel.strategy=fsdp", "device=cpu", f"steps={RECIPE_STEPS}"],
+    *["model.layers=2", "model.width=64", "model.heads=2", "batch_size=4", "data.length=64"],
+    *["data.eval_windows=8", "checkpoint.every=1", "eval.every=0", "ema.decay=0.9"],
+    "precision.policy=bf16, params=bf16, master=split",
+]
 PRELOADED = ["torch", "torch._dynamo", "narrowcast.training.run_state"]
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -196,14 +209,156 @@ def kill_once(folder: Path, expected: str, *, after: float, which: str, backgrou
     }
 
 
+def launch(arguments: list[str], folder: Path, ranks: int) -> list[subprocess.Popen[str]]:
+    """Start `narrowcast` on several ranks, as torchrun does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "narrowcast", *arguments],
+            env={**os.environ, **({k: str(v) for k, v in place.items()} if ranks > 1 else {})},
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in places
+    ]
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str]:
+    """Wait for the ranks, and return their exit codes and what they wrote to stderr."""
+    texts = [each.communicate(timeout=TIME_LIMIT)[1] for each in processes]
+    return [each.returncode for each in processes], "\n".join(texts)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Return the loss of each step of a run."""
+    file = folder / "records.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {each["step"]: each["loss"] for each in records if each["kind"] == "step"}
+
+
+def first_difference(a: Path, b: Path) -> str:
+    """Return where two runs differ but in the moments at which checkpoints were written."""
+    from narrowcast.runs import CheckpointRecord, RunFolder, same_trajectory
+    from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
+    from narrowcast.training.checkpoints.export import exported_tensors
+    from narrowcast.training.checkpoints.verify import first_difference
+
+    records, states = [], []
+    for folder in (a, b):
+        with RunFolder.open(folder) as run:
+            records.append([r for r in run.records() if not isinstance(r, CheckpointRecord)])
+        states.append(load_checkpoint(latest(folder / "checkpoints")))
+        for name in ("records", "settings"):
+            states[-1].pop(name)
+    if len(records[0]) != len(records[1]) or not all(map(same_trajectory, *records)):
+        return "records"
+    return (
+        first_difference(*states, where="checkpoint")
+        or first_difference(exported_tensors(a), exported_tensors(b))
+        or ""
+    )
+
+
+def kill_recipe_once(
+    scratch: Path, straight: Path, number: int, *, at: int, wait: float, which: str
+) -> dict[str, Any]:
+    """Kill a run of a recipe some time after a step and resume it; return what happened."""
+    from narrowcast.training.checkpoints.checkpoint import checkpoint_step, latest
+
+    background, folder = bool(number % 2), scratch / f"killed-{number}"
+    text = f"checkpoint.background={str(background).lower()}"
+    ranks = launch(["train", *RECIPE, text, "--out", str(folder)], scratch, 2)
+    while max(losses(folder), default=0) < at and all(each.poll() is None for each in ranks):
+        time.sleep(0.01)
+    time.sleep(wait)
+    for each in {"both": ranks, "rank 0": ranks[:1], "rank 1": ranks[1:]}[which]:
+        each.kill()
+    codes, said = ended(ranks)
+    left = [path.name for path in (folder / "checkpoints").glob("*")]
+    last = latest(folder / "checkpoints")
+    on = 1 if number % 4 == 3 else 2
+    resumed, text = ended(launch(["resume", str(folder)], scratch, on))
+    if on == 2:
+        difference = first_difference(straight, folder)
+    else:
+        pairs = zip(losses(straight).items(), losses(folder).items(), strict=True)
+        largest = max(abs(a - b) / a if step == other else 1.0 for (step, a), (other, b) in pairs)
+        difference = "" if largest < 1e-3 else f"losses differ by {largest:.1e}"
+    named = which == "both" or f"{which}" in said.lower()
+    return {
+        "killed": which,
+        "exit_codes": codes,
+        "rank_named": named,
+        "background": background,
+        "unfinished": any(".tmp-" in name for name in left),
+        "resumed_from": checkpoint_step(last) if last else 0,
+        "on_ranks": on,
+        "difference": difference if set(resumed) == {0} else text[-300:],
+    }
+
+
+def kill_recipes(kills: int, seed: int, scratch: Path) -> list[dict[str, Any]]:
+    """Kill runs of a recipe at random moments, and print a row for each."""
+    choose, rows, straight = random.Random(seed), [], scratch / "straight"
+    codes, text = ended(launch(["train", *RECIPE, "--out", str(straight)], scratch, 2))
+    assert codes == [0, 0], text
+    print("| killed | exit codes | named | background | unfinished | from | ranks | difference |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for number in range(kills):
+        row = kill_recipe_once(
+            scratch,
+            straight,
+            number,
+            at=choose.randint(1, RECIPE_STEPS - 2),
+            wait=choose.uniform(0, 0.1),
+            which=choose.choice(["both", "rank 0", "rank 1"]),
+        )
+        rows.append(row)
+        print(f"| {' | '.join(map(str, row.values()))} |", flush=True)
+        shutil.rmtree(scratch / f"killed-{number}")
+    return rows
+
+
+def main_of_recipe(options: argparse.Namespace) -> int:
+    """Kill runs of a recipe; print a table, and write JSON if requested."""
+    from narrowcast.runs import describe_machine
+
+    with tempfile.TemporaryDirectory(prefix="narrowcast-") as scratch:
+        rows = kill_recipes(options.kills, options.seed, Path(scratch))
+    equal = sum(not row["difference"] and row["rank_named"] for row in rows)
+    print(f"\n{equal} of {len(rows)} equal.")
+    if options.json:
+        figures = {
+            "environment": describe_machine(),
+            "commit": subprocess.run(
+                ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+            ).stdout.strip(),
+            "seed": options.seed,
+            "recipe": RECIPE,
+            "kills": rows,
+        }
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return int(equal < len(rows))
+
+
 def main() -> int:
     """Kill runs at random moments, print a table, and write JSON if requested."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--recipe", action="store_true", help="kill runs of a recipe")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    if options.recipe:
+        return main_of_recipe(options)
     CONTEXT.set_forkserver_preload(PRELOADED)
     from narrowcast.runs import describe_machine
 
