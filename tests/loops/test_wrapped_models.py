@@ -85,6 +85,21 @@ def test_ddp_around_a_model_with_weights_of_16_bits_trains(trained, near):
 
 
 @pytest.mark.usefixtures("one_process")
+def test_graphed_steps_raise_while_ddp_wraps_the_model():
+    model, optimizer = classifier()
+    run = nc.prepare(model, optimizer, policy="fp32")
+    called = [DistributedDataParallel(nn.Sequential(model))]
+    fast = run.graphed(lambda x: called[0](x).square().mean())
+    x = torch.ones(2, next(model.parameters()).shape[1])
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(UnsupportedError, match=r"DistributedDataParallel.*run\.step"):
+        fast(x)
+    assert all(map(torch.equal, before, model.parameters()))
+    called[0] = model
+    assert fast(x).applied
+
+
+@pytest.mark.usefixtures("one_process")
 def test_weights_that_ddp_has_sorted_into_buckets_are_not_given_another_dtype():
     model, optimizer = classifier()
     called = DistributedDataParallel(model)

@@ -4,6 +4,7 @@ A signature of the inputs (shapes, dtypes, plain values) runs eagerly before it 
 last of these steps nothing may synchronise, because a capture that fails leaves torch unusable.
 """
 
+import gc
 import traceback
 import warnings
 from collections.abc import Callable
@@ -231,6 +232,8 @@ class CapturedStep:
                 "run.step() first to use them, or run.zero_grad() to drop them. For gradient "
                 "accumulation use run.backward(loss) and run.step()."
             )
+        if self.loss is None:  # the first step: by now the model is wrapped, if it ever is
+            _check_not_in_ddp(engine.model)
         inputs = parse_inputs(args, kwargs)
         self._check_changing_numbers(inputs)
         if self._on_gpu:
@@ -388,11 +391,26 @@ class _Recent:
 def _check_capturable(engine: Engine) -> None:
     """Raise if no graph can hold the steps of this run."""
     why = unsupported_reason(engine)
-    wrapped = isinstance(engine.model, nn.parallel.DistributedDataParallel)
-    if wrapped or any(as_sharded(weight) is not None for weight in engine.weights.all):
+    if any(as_sharded(weight) is not None for weight in engine.weights.all):
         why = why or "its gradients are reduced across devices, which cannot be captured"
     if why:
         raise UnsupportedError(f"graphed() cannot be used: {why}. Use {INSTEAD} instead.")
+
+
+def _check_not_in_ddp(model: nn.Module) -> None:
+    """Raise if DistributedDataParallel wraps a model or a part of it, on any device."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    parallel = nn.parallel.DistributedDataParallel
+    gc.collect()  # one that was dropped does not count
+    # It leaves no trace on the model that it wraps.
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), parallel)]
+    inside = {each for each in model.modules() if isinstance(each, parallel)}
+    if inside or any(model is part for each in wrappers for part in each.modules()):
+        raise UnsupportedError(
+            "graphed() cannot be used: DistributedDataParallel averages gradients on streams of "
+            f"its own, which are not captured. Use {INSTEAD} instead."
+        )
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:

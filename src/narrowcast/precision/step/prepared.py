@@ -268,7 +268,8 @@ class Prepared:
                 Each capture holds the memory of one step.
 
         Returns:
-            The step: call it with the arguments of `loss_fn`.
+            The step: call it with the arguments of `loss_fn`. It raises `UnsupportedError` if
+            DistributedDataParallel wraps the model.
         """
         return CapturedStep(self.engine, loss_fn, step=self.step, signatures=signatures)
 
