@@ -42,10 +42,10 @@ def checkpointed(folder, step):
 class Launched:
     """Processes that got their places from a launcher's variables, as torchrun sets them."""
 
-    def __init__(self, words, ranks, folder):
+    def __init__(self, words, ranks, folder, port=None):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+            port = port or free.getsockname()[1]
         shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         self.processes = [
             ForkedPopen(
@@ -72,8 +72,8 @@ class Launched:
 def launch(tmp_path):
     started = []
 
-    def start(*words, ranks=2):
-        started.append(Launched(words, ranks, tmp_path))
+    def start(*words, ranks=2, port=None):
+        started.append(Launched(words, ranks, tmp_path, port))
         return started[-1]
 
     yield start
@@ -227,6 +227,19 @@ def test_narrowcast_starts_the_ranks_and_passes_signals_on(start, tiny, tmp_path
     assert steps_of(folder)[-1].step in [
         record.step for record in records_of(folder) if isinstance(record, CheckpointRecord)
     ]
+
+
+def test_ranks_whose_launcher_dies_end_with_a_checkpoint(launch, tiny, tmp_path, monkeypatch):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as torchrun's, which has it
+    words = [FP32, "steps=100000", "parallel.strategy=fsdp", "--out", "run"]
+    run, folder = launch("train", tiny, *words, port=store.port), tmp_path / "run"
+    wait_for(lambda: (folder / "records.jsonl").exists() and steps_of(folder), run)
+    del store
+    (code, said), (other, _) = run.ended()
+    assert (code, other) == (130, 130)
+    assert "Resume with: narrowcast resume run" in said
+    assert checkpointed(folder, steps_of(folder)[-1].step)
 
 
 def test_ranks_without_a_launcher_say_how_to_start_them(tiny):

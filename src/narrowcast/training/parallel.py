@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -401,8 +402,11 @@ class Pulse:
         while not self._stop.wait(PULSE_SECONDS):
             try:
                 self._beat()
-            except RuntimeError:
-                return  # the store is gone; collectives will say so
+            except RuntimeError:  # the store is gone
+                if launcher_store() is not None:
+                    # torchrun died, and its ranks would train on without it.
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return  # that of a rank: collectives will say so
 
     def _beat(self) -> None:
         self._beats += 1

@@ -1,5 +1,7 @@
 """`narrowcast verify-resume`: checks that a killed and resumed run is bit-exact."""
 
+import contextlib
+import os
 import random
 import signal
 import subprocess
@@ -137,7 +139,10 @@ def _kill(command: Sequence[str], folder: Path, *, after: int, log: Path) -> int
                 time.sleep(POLL_SECONDS)
                 last, read = _follow(records, last, read)
         finally:
-            process.kill()
+            ranks = _children(process.pid)
+            for doomed in (process.pid, *ranks):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(doomed, signal.SIGKILL)
     if process.returncode == 0:
         raise UnsupportedError(
             f"The run must last until it is killed after step {after}, got a run that ended "
@@ -146,6 +151,17 @@ def _kill(command: Sequence[str], folder: Path, *, after: int, log: Path) -> int
     if process.returncode != -signal.SIGKILL:
         raise _failure(process.returncode, log)
     return _follow(records, last, read)[0]
+
+
+def _children(parent: int) -> list[int]:
+    """Return the processes that a process has started, such as the ranks of a run, on Linux."""
+    children = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name before the last parenthesis may have spaces.
+            if int(file.read_text().rpartition(")")[2].split()[1]) == parent:
+                children.append(int(file.parent.name))
+    return children
 
 
 def _follow(records: Path, last: int, read: int) -> tuple[int, int]:
