@@ -207,6 +207,19 @@ def test_a_genomics_model_writes_the_same_predictions(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view")
+def test_a_sharded_genomics_model_writes_the_same_samples(tmp_path):
+    sequences = [f">{n}\n{'GATTACA'[n % 7 :] * 9}{'ACGT'[n % 4] * n}\n" for n in range(40)]
+    (tmp_path / "genome.fa").write_text("".join(sequences))
+    words = ["epochs=null", "batch_size=4", "model.width=16", "model.layers=2", "model.dropout=0"]
+    words += ["gradient_accumulation_steps=1", "data.max_length=64", "precision.task=null"]
+    words += [f"data.path={tmp_path}/genome.fa", "precision.policy=fp32", "eval.keep_best=false"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    train("genomics/generation", words, one)
+    train("genomics/generation", words, two, ranks=2)
+    check_same(one, two, rel=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view")
 def test_weights_that_a_task_builds_at_random_are_those_of_rank_0(tmp_path):
     """The tutorial's `write_results` runs the model, on all ranks."""
     one, two = tmp_path / "one", tmp_path / "two"

@@ -24,6 +24,6 @@ def test_safetensors_reads_written_files(tmp_path):
 
 
 def test_tensors_that_cannot_be_written_are_an_error_of_the_system(tmp_path):
-    with pytest.raises(OSError) as raised:
+    with pytest.raises(FileNotFoundError) as raised:
         write_tensors(tmp_path / "missing" / "x", {"x": torch.zeros(1)}, metadata={})
     assert raised.value.errno == errno.ENOENT

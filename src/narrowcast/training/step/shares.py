@@ -85,7 +85,8 @@ def connected(model: nn.Module, ranks: RunRanks, plan: Plan) -> nn.Module:
     }
     if narrow:
         ranks.broadcast_from_main(narrow.values())
-        Replica._set_params_and_buffers_to_ignore_for_model(model, list(narrow))
+        ignore: Any = Replica._set_params_and_buffers_to_ignore_for_model  # torch lacks its type
+        ignore(model, list(narrow))
     # Buckets as gradients would be memory of DDP's that the engine cannot give back.
     replica = Replica(model, device_ids=[device] if device.type == "cuda" else None)
     set_reduce_format(replica, plan)

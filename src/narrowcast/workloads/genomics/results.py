@@ -12,6 +12,7 @@ import torch
 from sklearn import metrics as sk
 from torch import Tensor
 
+from narrowcast.precision.dtensor import gathered_root
 from narrowcast.runs import RunFolder
 from narrowcast.workloads.genomics.baselines import PerSequence, choose_mix, compare
 from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged
@@ -384,14 +385,15 @@ def written_samples(
         return None
     device = next(network.parameters()).device
     prompts = np.stack([held_out.tokens[int(row)][:PROMPT_TOKENS].astype(np.int64) for row in rows])
-    tokens = generate(
-        network.backbone,
-        network.head,
-        torch.from_numpy(prompts).to(device),
-        count=SAMPLE_TOKENS,
-        allowed=torch.tensor(ids_of_letters(tokenizer), device=device),
-        generator=torch.Generator(device).manual_seed(seed),
-    )
+    with gathered_root(network):
+        tokens = generate(
+            network.backbone,
+            network.head,
+            torch.from_numpy(prompts).to(device),
+            count=SAMPLE_TOKENS,
+            allowed=torch.tensor(ids_of_letters(tokenizer), device=device),
+            generator=torch.Generator(device).manual_seed(seed),
+        )
     texts = [tokenizer.decode(row) for row in tokens.cpu().numpy()]
     begun = [tokenizer.decode(row) for row in prompts]
     own = [text[len(prompt) :] for text, prompt in zip(texts, begun, strict=True)]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError
+from narrowcast.precision.dtensor import as_sharded
 from narrowcast.workloads.genomics.models.blocks import Block
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.heads import SequenceHead
@@ -151,6 +152,8 @@ def _cached(model: nn.Module) -> bool:
     """Return whether a model can continue from states: causal Hyena over single letters."""
     if not isinstance(model, GenomicModel):
         return False
+    if any(as_sharded(weight) is not None for weight in model.parameters()):
+        return False  # blocks gather their weights in forward() only
     config = model.config
     return config.backbone == "hyena" and config.causal and config.patching == "none"
 
