@@ -24,7 +24,10 @@ MILLIONS = {
 
 JUMPS = {"dac"}
 """Models with discrete codes, whose loss jumps between the first steps."""
-WAIT = {"dac", "detr-r50", "videomae-b", "deberta-v3-base", "mixtral-350m", "qwen3-moe-0.9b"}
+WAIT = {
+    "dac", "detr-r50", "videomae-b", "deberta-v3-base", "mixtral-350m", "qwen3-moe-0.9b",
+    "wav2vec2-base",
+}  # fmt: skip
 """Models whose forward pass waits for the device, so that it cannot be captured."""
 
 
