@@ -11,7 +11,14 @@ import narrowcast as nc
 from narrowcast.config import LoadedRecipe
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import detect_hardware
-from narrowcast.runner.fitting import advise, budget, describe_exhaustion, fit, predict
+from narrowcast.runner.fitting import (
+    advise,
+    budget,
+    describe_exhaustion,
+    fit,
+    fit_notices,
+    predict,
+)
 
 TINY = [
     "device=cpu",
@@ -106,3 +113,26 @@ def test_limit_raises_if_nothing_can_be_predicted(monkeypatch: pytest.MonkeyPatc
         fit(recipe("memory.limit=1GiB"), CPU)
     loaded = recipe()
     assert fit(loaded, CPU) == (loaded, None)
+
+
+def test_auto_checkpointing_recomputes_fewer_blocks_than_all_where_that_is_enough() -> None:
+    def needed(*more: str) -> int:
+        memory = predict(recipe("model.layers=3", *more).recipe, CPU).memory
+        assert memory is not None
+        return memory.reserved + memory.context
+
+    none = needed()
+    every = needed("memory.activation_checkpointing=blocks")
+    limit = f"memory.limit={round(1.05 * (none + every) / 2)}B"
+    automatic = recipe("model.layers=3", "memory.activation_checkpointing=auto", limit)
+    fitted, prediction = fit(automatic, CPU)
+    chosen = fitted.recipe.memory.blocks
+    assert 0 < len(chosen) < 3
+    assert prediction is not None
+    assert fit_notices(fitted, prediction) == [
+        f"memory.activation_checkpointing=auto: {len(chosen)} blocks are recomputed."
+    ]
+    roomy = fit(recipe("model.layers=2", "memory.activation_checkpointing=auto"), CPU)[
+        0
+    ].recipe.memory
+    assert (roomy.activation_checkpointing, roomy.blocks) == ("none", ())

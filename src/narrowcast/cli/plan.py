@@ -38,7 +38,14 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
     with working(screen(quiet=as_json, to_stderr=True), "planning"):
         from narrowcast.hardware import detect_hardware
         from narrowcast.runner.by_task import decided
-        from narrowcast.runner.fitting import advise, budget, largest_batch, predict, refusal
+        from narrowcast.runner.fitting import (
+            advise,
+            budget,
+            choose_recomputed,
+            largest_batch,
+            predict,
+            refusal,
+        )
 
         if gpus:
             from narrowcast.hardware.catalog import named_hardware
@@ -47,7 +54,7 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
         else:
             hardware = detect_hardware(loaded.recipe.device)
         by_task = decided(loaded, hardware)
-        loaded = by_task.loaded
+        loaded = choose_recomputed(by_task.loaded, hardware)
         prediction = predict(loaded.recipe, hardware)
         plans, limit = prediction.plans, budget(loaded.recipe, hardware)
         memory = prediction.memory

@@ -398,11 +398,11 @@ class FaultSection(Section):
 class MemorySection(Section):
     """What is computed again or kept on the host, to need less memory on the device."""
 
-    activation_checkpointing: Literal["none", "blocks", "selective"] = Field(
+    activation_checkpointing: Literal["none", "blocks", "selective", "auto"] = Field(
         default="none",
         description=(
-            "what the backward pass recomputes: none, whole blocks, or everything in them "
-            "except matmuls and attention (selective)"
+            "what the backward pass recomputes: none, whole blocks, everything in them except "
+            "matmuls and attention (selective), or as few whole blocks as memory needs (auto)"
         ),
     )
     offload: Annotated[

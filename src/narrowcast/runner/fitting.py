@@ -14,9 +14,10 @@ from narrowcast.hardware import Hardware
 from narrowcast.hardware.catalog import GPUS_PER_NODE, find_data_sheet
 from narrowcast.hardware.profile import peak_bytes
 from narrowcast.precision.estimate.dry_run import StepEstimate, estimate_step
+from narrowcast.precision.estimate.planning import recompute_fewest
 from narrowcast.precision.estimate.seconds import StepSeconds, step_seconds
 from narrowcast.precision.nested import map_tensors
-from narrowcast.precision.plan.memory import MemoryEstimate, parse_bytes
+from narrowcast.precision.plan.memory import Memory, MemoryEstimate, block_names, parse_bytes
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.rank_costs import choose_strategy, rank_costs
 from narrowcast.precision.step.prepared import Prepared
@@ -34,6 +35,7 @@ MOST_ADVICE = 3
 MARGIN = 1.05
 """Advice needs less than the limit by this factor: predictions were off by a few percent."""
 ORIGIN = "memory.fit"
+CHOSEN = "memory.activation_checkpointing=auto"
 MOST_MODULES = 3000
 """Modules of the largest model that is rehearsed: a minute, with the advice."""
 PREDICTED = "predicted"
@@ -107,6 +109,7 @@ def fit(loaded: LoadedRecipe, hardware: Hardware) -> tuple[LoadedRecipe, Predict
     Raises:
         UnsupportedError: It does not fit, and `memory.fit` is not `auto`, or nothing helps.
     """
+    loaded = choose_recomputed(loaded, hardware)
     recipe, limit = loaded.recipe, budget(loaded.recipe, hardware)
     if recipe.memory.fit == "ignore" or limit is None:
         return loaded, None
@@ -132,17 +135,54 @@ def fit(loaded: LoadedRecipe, hardware: Hardware) -> tuple[LoadedRecipe, Predict
     raise UnsupportedError(refusal(prediction.memory, hardware, advice, limit=limit))
 
 
+def choose_recomputed(loaded: LoadedRecipe, hardware: Hardware) -> LoadedRecipe:
+    """Return a recipe in which `auto` is replaced by the fewest blocks to recompute.
+
+    Raises:
+        UnsupportedError: A step does not fit even if all blocks are recomputed.
+    """
+    recipe = loaded.recipe
+    if recipe.memory.activation_checkpointing != "auto":
+        return loaded
+    model = build_task(recipe, device=torch.device("meta")).model
+    requested = recipe.memory.model_dump(exclude={"fit", "limit"})
+    memory = Memory(**requested, budget=budget(recipe, hardware))
+
+    def recomputing(some: Memory) -> LoadedRecipe:
+        settings = {
+            "memory.activation_checkpointing": some.activation_checkpointing,
+            "memory.blocks": some.blocks,
+        }
+        return loaded.with_values(settings, origin=CHOSEN)
+
+    def planned(some: Memory) -> Plan:
+        prediction = predict(recomputing(some).recipe, hardware)
+        if prediction.memory is None:
+            raise UnsupportedError(
+                "memory.activation_checkpointing=auto needs a prediction of the memory, and there "
+                f"is none: {prediction.missing}. Write memory.activation_checkpointing=blocks."
+            )
+        return next(plan for plan in prediction.plans if plan.memory.predicted is not None)
+
+    names = block_names(model, recipe.memory.blocks)
+    return recomputing(recompute_fewest(planned, memory, names).memory.requested)
+
+
 def fit_notices(loaded: LoadedRecipe, prediction: Prediction | None) -> list[str]:
-    """Return what `memory.fit=auto` changed, as one line; empty if nothing was changed."""
+    """Return what `auto` chose in the memory section, a line each; empty if nothing."""
+    lines = []
+    if loaded.resolved()["memory.blocks"]["origin"] == CHOSEN:
+        many = len(loaded.recipe.memory.blocks)
+        lines.append(f"memory.activation_checkpointing=auto: {many} blocks are recomputed.")
     settings = {
         key: each["value"] for key, each in loaded.resolved().items() if each["origin"] == ORIGIN
     }
     if not settings:
-        return []
+        return lines
     command = " ".join(f"{key}={_written(value)}" for key, value in settings.items())
     needed = prediction.memory if prediction is not None else None
     takes = f" A step needs {size(needed.needed)}." if needed is not None else ""
-    return [f"memory.fit=auto set {command} so that the run fits.{takes}"]
+    return [*lines, f"memory.fit=auto set {command} so that the run fits.{takes}"]
 
 
 def refusal(

@@ -37,6 +37,7 @@ from narrowcast.runner.changes import (
 from narrowcast.runner.finished import report_is_due, require_places, write_due_report
 from narrowcast.runner.fitting import (
     PREDICTED,
+    choose_recomputed,
     describe_exhaustion,
     earlier_prediction,
     fit,
@@ -483,7 +484,8 @@ def plan_recipe(
     """
     loaded = _loaded(recipe, overrides)
     hardware = detect_hardware(loaded.recipe.device)
-    plans = predict(decided(loaded, hardware).loaded.recipe, hardware).plans
+    settled = choose_recomputed(decided(loaded, hardware).loaded, hardware)
+    plans = predict(settled.recipe, hardware).plans
     if not 1 <= phase <= len(plans):
         raise ConfigError(
             f"phase must be from 1 to {len(plans)}, the number of phases of this recipe, got "

@@ -145,6 +145,71 @@ def test_predicted_peak_is_that_of_a_real_step_on_the_cpu(
     assert plan.memory.predicted.allocated == pytest.approx(measured, rel=0.03)
 
 
+@pytest.fixture(scope="module")
+def peaks() -> list[int]:
+    """Real peaks of a CPU step with none to all three blocks recomputed.
+
+    The last block is computed again at the peak, so recomputing it saves nothing.
+    """
+    names = [f"blocks.{i}" for i in range(3)]
+    memories = [None, *(_recomputed(names[:count]) for count in (1, 2, 3))]
+    return [
+        counted_peak(Classifier(), example(), cross_entropy, policy="bf16", memory=memory)
+        for memory in memories
+    ]
+
+
+def _recomputed(names: list[str]) -> nc.Memory:
+    return nc.Memory(activation_checkpointing="blocks", blocks=names)
+
+
+def automatic(budget: int | str) -> nc.Plan:
+    return nc.plan(
+        Classifier(),
+        "bf16",
+        hardware=CPU,
+        memory=nc.Memory(activation_checkpointing="auto", budget=budget),
+        batch=example(),
+        loss_fn=cross_entropy,
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_auto_recomputes_as_few_blocks_as_real_peaks_need(peaks: list[int], count: int) -> None:
+    """The budget lies between real peaks, with the room that is left for the prediction."""
+    above = peaks[count - 1] if count else 2 * peaks[0]
+    budget = round(1.05 * (peaks[count] + above) / 2)
+    plan = automatic(budget)
+    assert plan.memory.blocks == tuple(f"blocks.{i}" for i in range(count))
+    assert f"{count} of 3 recomputed" in str(plan)
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert nc.prepare(model, optimizer, policy=plan).plan.memory.chosen == plan.memory.chosen
+
+
+def test_auto_raises_if_all_blocks_recomputed_do_not_fit(peaks: list[int]) -> None:
+    with pytest.raises(UnsupportedError, match="all 3 blocks recomputed"):
+        automatic(peaks[3] // 2)
+
+
+def test_auto_without_a_batch_raises() -> None:
+    with pytest.raises(ConfigError, match="needs a batch"):
+        nc.plan(Classifier(), "bf16", memory=nc.Memory(activation_checkpointing="auto"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"budget": "8GiB"}, "memory.budget has no effect"),
+        ({"activation_checkpointing": "auto", "budget": "8 apples"}, "memory size"),
+        ({"activation_checkpointing": "auto", "offload": ["activations"]}, "cannot be combined"),
+    ],
+)
+def test_budgets_that_mean_nothing_raise(settings: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        nc.Memory(**settings)
+
+
 def test_peak_of_gpt_350m_on_an_h200_is_predicted_within_five_percent() -> None:
     rows = json.loads((RESULTS / "step-350m-rooms-h200.json").read_text())["rows"]
     (row,) = [r for r in rows if r["name"] == "narrowcast bf16, params=bf16, master=split"]

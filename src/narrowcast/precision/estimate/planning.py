@@ -1,18 +1,19 @@
 """The public `plan`: formats of every module, and the memory of a step if a batch is given."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import ConfigError
+from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.precision.estimate.dry_run import estimate_step, model_loss
 from narrowcast.precision.plan.fusing import Fuse
 from narrowcast.precision.plan.gains import Execution
-from narrowcast.precision.plan.memory import Memory
+from narrowcast.precision.plan.memory import Memory, block_names, parse_bytes
 from narrowcast.precision.plan.plan import Plan, make_plan, with_rows
 from narrowcast.precision.plan.policy import AnyPolicy
 
@@ -54,7 +55,9 @@ def plan(
         skip_slow_fp8: Keep a layer in the wider format if fp8 measured no faster for it.
         fuse: "auto" (fuse known pieces in 16 bits on a GPU), "none", or names of pieces. A named
             piece that cannot be fused raises.
-        memory: What to recompute or offload to save device memory. None: nothing.
+        memory: What to recompute or offload to save device memory. None: nothing. With
+            `Memory(activation_checkpointing="auto", budget="120GiB")` and a batch, as few blocks
+            are recomputed as the budget needs.
         execution: "eager", "compiled" or "graphed". In eager mode a layer stays wider if fp8 costs
             the host more time than it saves. None: detected from the model.
         batch: A batch of training, of which only shapes are used. It may be on the meta device.
@@ -78,31 +81,97 @@ def plan(
         print(plan.fits("24GiB"), plan.memory.predicted.roles)
         ```
     """
-    made = make_plan(
-        model,
-        policy,
-        hardware=hardware,
-        overrides=overrides,
-        emulate=emulate,
-        moments=moments,
-        gemm_rows=gemm_rows,
-        skip_slow_fp8=skip_slow_fp8,
-        fuse=fuse,
-        memory=memory,
-        execution=execution,
-    )
-    if batch is None:
-        if loss_fn is not None or optimizer is not None:
-            raise ConfigError("loss_fn and optimizer of nc.plan() need batch=. Pass a batch too.")
-        return made
-    step = estimate_step(
-        model,
-        made,
-        batch=batch,
-        loss=loss_fn or model_loss,
-        optimizer=optimizer,
-        micro_batches=gradient_accumulation_steps,
-    )
-    if step.rows != made.rows:
-        made = with_rows(made, model, step.rows)
-    return replace(made, memory=replace(made.memory, predicted=step.memory))
+    if batch is None and (loss_fn is not None or optimizer is not None):
+        raise ConfigError("loss_fn and optimizer of nc.plan() need batch=. Pass a batch too.")
+
+    def planned(memory: Memory | None) -> Plan:
+        made = make_plan(
+            model,
+            policy,
+            hardware=hardware,
+            overrides=overrides,
+            emulate=emulate,
+            moments=moments,
+            gemm_rows=gemm_rows,
+            skip_slow_fp8=skip_slow_fp8,
+            fuse=fuse,
+            memory=memory,
+            execution=execution,
+        )
+        if batch is None:
+            return made
+        step = estimate_step(
+            model,
+            made,
+            batch=batch,
+            loss=loss_fn or model_loss,
+            optimizer=optimizer,
+            micro_batches=gradient_accumulation_steps,
+        )
+        if step.rows != made.rows:
+            made = with_rows(made, model, step.rows)
+        return replace(made, memory=replace(made.memory, predicted=step.memory))
+
+    if memory is None or batch is None or memory.activation_checkpointing != "auto":
+        return planned(memory)
+    return recompute_fewest(planned, memory, block_names(model, memory.blocks))
+
+
+MARGIN = 1.05
+"""Room that is left in a budget: predictions were off by a few percent."""
+
+
+def recompute_fewest(
+    planned: Callable[[Memory], Plan], memory: Memory, names: Sequence[str]
+) -> Plan:
+    """Return the plan that recomputes as few of these blocks as a memory budget needs.
+
+    Recomputes the first ones: by their backward pass the later ones have freed what they stored.
+
+    Raises:
+        UnsupportedError: A step does not fit even if all blocks are recomputed.
+    """
+    plans: dict[int, Plan] = {}
+
+    def needed(count: int) -> int:
+        if count not in plans:
+            some = replace(
+                memory,
+                activation_checkpointing="blocks" if count else "none",
+                blocks=tuple(names[:count]),
+                budget=None,
+            )
+            plans[count] = planned(some)
+        predicted = plans[count].memory.predicted
+        assert predicted is not None
+        return predicted.reserved + predicted.context
+
+    most = len(names)
+    least, hardware = needed(0), plans[0].hardware
+    whole = hardware.memory_bytes if memory.budget is None else parse_bytes(memory.budget)
+    if whole is None:
+        raise ConfigError(
+            "memory.activation_checkpointing=auto needs a budget, because the memory of "
+            f"{hardware.name} is unknown. Write a budget such as 24GiB (in a recipe memory.limit)."
+        )
+    limit = int(whole / MARGIN)
+    low, high = 0, 0 if least <= limit else most
+    if needed(high) > limit:
+        raise UnsupportedError(
+            f"A step needs {_gib(needed(high))} with all {most} blocks recomputed, but the budget "
+            f"is {_gib(whole)}, of which 5 % stay free. Use a smaller batch, 8-bit moments "
+            "(moments=int8) or memory.offload=[optimizer]."
+        )
+    while high - low > 1:  # memory is nearly linear in the number of blocks
+        share = (needed(low) - limit) / max(needed(low) - needed(high), 1)
+        middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+        low, high = (low, middle) if needed(middle) <= limit else (middle, high)
+    text = f"{high} of {most} recomputed: a step needs {_gib(needed(high))} of {_gib(whole)}"
+    if high:
+        text += f", and {_gib(needed(high - 1))} with {high - 1}"
+    result = plans[high]
+    return replace(result, memory=replace(result.memory, chosen=text))
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g} GiB"

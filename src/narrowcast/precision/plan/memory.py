@@ -17,7 +17,7 @@ from narrowcast.precision.plan.folding import folded, groups_alike
 from narrowcast.precision.plan.policy import matches, suggestion
 from narrowcast.precision.swap import has_own_forward, plain_class
 
-Checkpoint = Literal["none", "blocks", "selective"]
+Checkpoint = Literal["none", "blocks", "selective", "auto"]
 Offload = Literal["optimizer", "activations"]
 
 
@@ -31,17 +31,20 @@ class Memory:
 
     activation_checkpointing: Checkpoint = "none"
     """`blocks` recomputes whole blocks in the backward pass. `selective` stores matmul and
-    attention outputs and recomputes the rest."""
+    attention outputs and recomputes the rest. `auto` recomputes as few whole blocks as a budget
+    needs, which `nc.plan` decides from a batch."""
     offload: Sequence[Offload] = ()
     """What to store in host memory: `optimizer` (moments), `activations` (of blocks)."""
     blocks: Sequence[str] = ()
     """Globs of the modules that are blocks. Empty: detected."""
+    budget: str | int | None = None
+    """Memory that a step may take with `auto`, such as "120GiB". None: what the device has."""
 
     def __post_init__(self) -> None:
         if self.activation_checkpointing not in get_args(Checkpoint):
             close = suggestion(str(self.activation_checkpointing), get_args(Checkpoint))
             raise ConfigError(
-                "memory.activation_checkpointing must be none, blocks or selective, got "
+                "memory.activation_checkpointing must be none, blocks, selective or auto, got "
                 f"{self.activation_checkpointing!r}{close}."
             )
         for name in ("offload", "blocks"):
@@ -56,6 +59,19 @@ class Memory:
                     "memory.offload must be some of optimizer, activations, got "
                     f"{each!r}{suggestion(str(each), get_args(Offload))}."
                 )
+        automatic = self.activation_checkpointing == "auto"
+        if automatic and "activations" in self.offload:
+            raise ConfigError(
+                "memory.activation_checkpointing=auto cannot be combined with "
+                "memory.offload=[activations]. Leave one of them out."
+            )
+        if self.budget is not None:
+            if not automatic:
+                raise ConfigError(
+                    "memory.budget has no effect without activation_checkpointing=auto, got "
+                    f"{self.budget!r}. Leave it out."
+                )
+            parse_bytes(self.budget)
         if self.blocks and not self.by_block:
             raise ConfigError(
                 "memory.blocks has no effect without activation checkpointing or activation "
@@ -133,6 +149,8 @@ class MemoryPlan:
     """Bytes of the optimizer's moments that lie in the host's memory."""
     predicted: MemoryEstimate | None = None
     """The peak of a step; None if the plan was made without a batch."""
+    chosen: str = ""
+    """How many blocks `auto` chose to recompute, and why."""
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -152,6 +170,7 @@ class MemoryPlan:
             "blocks": list(self.blocks),
             "on_host": self.on_host,
             **({} if self.predicted is None else {"predicted": self.predicted.to_json()}),
+            **({"chosen": self.chosen} if self.chosen else {}),
         }
 
     @property
@@ -164,6 +183,8 @@ class MemoryPlan:
                 "selective": "recomputed in the backward pass, except products and attention",
             }[self.requested.activation_checkpointing]
             shown.append(("blocks", f"{self._names}: {what}"))
+        if self.chosen:
+            shown.append(("blocks", self.chosen))
         if self.offloads_activations:
             text = "their saved activations wait in pinned host memory"
             shown.append(("blocks", f"{self._names}: {text}"))
@@ -188,6 +209,12 @@ def plan_memory(
         raise UnsupportedError(
             f"memory.offload={list(memory.offload)} needs a GPU, got {hardware.device}, whose "
             "memory is the host's. Leave memory.offload out."
+        )
+    if memory.activation_checkpointing == "auto":
+        raise ConfigError(
+            "memory.activation_checkpointing=auto needs a batch to predict memory from. Make the "
+            "plan with nc.plan(model, policy, memory=..., batch=...) and pass it as policy= to "
+            "prepare()."
         )
     names = block_names(model, memory.blocks) if memory.by_block else ()
     if memory.activation_checkpointing != "none":

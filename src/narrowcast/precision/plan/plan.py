@@ -389,7 +389,9 @@ def with_rows(plan: Plan, model: nn.Module, rows: GemmRows) -> Plan:
         memory=plan.memory.requested,
         execution=plan.execution,
     )
-    return replace(made, memory=replace(made.memory, predicted=plan.memory.predicted))
+    before = plan.memory
+    memory = replace(made.memory, predicted=before.predicted, chosen=before.chosen)
+    return replace(made, memory=memory)
 
 
 def _check_globs(policy: Policy, model: nn.Module) -> None:
