@@ -18,6 +18,7 @@ from hybrid_studies.methods import (
     SlowWeights,
     optimizer_for,
 )
+from narrowcast.runs import StrategyRecord
 
 
 class Library(Plain):
@@ -35,6 +36,7 @@ class Library(Plain):
     def start(self, preset: str, **more: Any) -> None:
         task, way, plan = self.flat.task, self.way, self.plan
         self.chosen, self.chosen_for = "", 0.0
+        self.offered = self.accepted = 0
         model = self.flat.fresh().train()
         optimizer = optimizer_for(task, model.parameters(), lr=self.lr)
         for group in optimizer.param_groups:
@@ -52,11 +54,13 @@ class Library(Plain):
 
     def step(self, batch: Pair) -> None:
         """Take one step, as a user of the library writes it."""
-        with self.run.autocast():
-            loss = self.flat.task.loss(self.run.model(batch[0]), batch[1])
-        self.run.step(loss)
+        task, run = self.flat.task, self.run
+        outcome = run.step(lambda: task.loss(run.model(batch[0]), batch[1]))
         self.taken += 1
-        self.spent += 1
+        # A step without a backward pass has two forward passes.
+        self.spent += 2 / 3 if outcome.forward_only else 1
+        jumps = [r for r in run.records if isinstance(r, StrategyRecord) and r.event == "jump"]
+        self.offered, self.accepted = len(jumps), int(sum(r.values["accepted"] for r in jumps))
 
     def answers(self) -> dict[str, Tensor]:
         """Return the read-out that the library chooses on the selection part.

@@ -68,6 +68,12 @@ WARMED_UP = Row(
     way=Way(name="narrowcast balanced, warmed up", kind="library", stretch=1.4,
             constants={"preset": "balanced", "lookahead": nc.Lookahead(begins_after=100)}),
 )  # fmt: skip
+# With a tenth of the work for rejected predictions: the default allows none in runs this short.
+PREDICTING = Row(
+    label="narrowcast aggressive", readout="chosen",
+    way=Way(name="narrowcast aggressive", kind="library", stretch=1.4,
+            constants={"preset": "aggressive", "jumps": {"budget": 0.1}}),
+)  # fmt: skip
 STANDARD = (
     Row(label="cosine + EMA bank", way=COSINE, readout="bank"),
     Row(label="linear", way=LINEAR),
@@ -87,7 +93,7 @@ FIRST = (
     Row(label="B with Adam's momentum on", way=PRIMAL_FIRST, centre=2.0),
     Row(label="A + B with Adam's momentum on", way=BOTH_FIRST, readout="bank", centre=2.0),
 )
-ROWS = (BASE, *OURS, *LIBRARY, WARMED_UP, *STANDARD, *FIRST)
+ROWS = (BASE, *OURS, *LIBRARY, PREDICTING, WARMED_UP, *STANDARD, *FIRST)
 
 
 def read(row: Row, marks: dict[str, list[float]], *, at: int) -> float:

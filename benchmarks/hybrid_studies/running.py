@@ -94,7 +94,7 @@ def train(task: Task, run: Run, *, half_lives: Sequence[float] = HALF_LIVES) -> 
         "steps": plan, "spent": round(method.spent, 2), "seconds": round(seconds, 3),
         "upkeep_seconds": round(upkeep, 3), "marks": marks,
     }  # fmt: skip
-    if isinstance(method, Jumps):
+    if isinstance(method, Jumps) or run.way.constants.get("preset") == "aggressive":
         result |= {"offered": method.offered, "accepted": method.accepted}
     if isinstance(method, Library):
         result |= {"chosen": method.chosen, "chosen_for": chosen_for}

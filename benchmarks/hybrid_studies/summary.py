@@ -66,9 +66,8 @@ def of_row(
         / len(cosine[1.0]) / task.steps,
     }  # fmt: skip
     if "offered" in here[0]:
-        result["accepted"] = sum(each["accepted"] for each in here) / sum(
-            each["offered"] for each in here
-        )
+        offered = sum(each["offered"] for each in here)
+        result["accepted"] = sum(each["accepted"] for each in here) / max(1, offered)
     for stop in STOPS:
         at = [each["marks"][f"{stop:g}"] for each in here]
         stopped = saving(

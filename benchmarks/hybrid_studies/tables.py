@@ -18,6 +18,8 @@ def markdown(found: Cells) -> str:
     parts = [
         "Savings: mean ± half a 95 % t-interval over seeds.\n",
         *table(found, of_saving),
+        "\nWhich when: over the tasks that all of these rows have.\n",
+        *which_when(found),
         "\nLoss at equal steps, and less that of cosine with the same seed.\n",
         *table(found, of_loss),
     ]
@@ -37,6 +39,23 @@ def table(found: Cells, tell: Callable[[Cells], str]) -> list[str]:
         if any(cells):
             told = (tell(cell) if cell else "–" for cell in cells)
             lines.append(f"| {row.label} | " + " | ".join(told) + " |")
+    return lines
+
+
+def which_when(found: Cells) -> list[str]:
+    """Return mean, least and most saving of the methods that one chooses among."""
+    names = (BASE.label, *(row.label for row in LIBRARY), "schedule-free")
+    common = [each["rows"] for each in found.values() if set(names) <= set(each["rows"])]
+    if not common:
+        return ["no task has them all yet"]
+    lines = [
+        f"| method | mean of {len(common)} | least | most | ahead of cosine |",
+        "|---" * 5 + "|",
+    ]
+    for name in names:
+        savings = [rows[name]["saving"][0] for rows in common]
+        mean, ahead = sum(savings) / len(savings), sum(each > 1 for each in savings)
+        lines.append(f"| {name} | {mean:.2f} | {min(savings):.2f} | {max(savings):.2f} | {ahead} |")
     return lines
 
 

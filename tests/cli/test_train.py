@@ -250,4 +250,6 @@ def test_the_formats_line_names_the_policy_of_the_first_phase(narrowcast, tmp_pa
     assert ended.code == 0, ended.err
     (line,) = [line for line in ended.out.splitlines() if line.startswith("formats")]
     assert line.split()[1:3] == ["fp32", "(compute=fp32);"]
-    assert "formats by phase: fp32 in warmup, fp16 in full" in ended.out
+    lines = [line for line in ended.out.splitlines() if "(predicted)" in line]
+    phases = [line.split(";")[0].split() for line in lines]
+    assert phases == [["warmup", "fp32"], ["full", "fp16"]]

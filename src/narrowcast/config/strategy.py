@@ -76,24 +76,24 @@ class ReadoutSection(Section):
 
 
 class PhasesSection(Section):
-    """How long each phase lasts, and when a jump is tried."""
+    """How long each phase lasts, and when weights are predicted."""
 
     warmup_steps: Steps | None = Field(
         default=None,
         description=(
-            "steps before the first jump and, if set, before lookahead starts; none: as in the "
-            "preset"
+            "steps before the first prediction and, if set, before lookahead starts; none: as in "
+            "the preset"
         ),
     )
-    full_steps: Steps = Field(default=15, description="training steps between jumps")
+    full_steps: Steps = Field(default=15, description="training steps between predictions")
     max_predict_steps: Steps = Field(
-        default=80, description="maximum number of steps that one jump replaces"
+        default=80, description="maximum number of steps that one prediction looks ahead"
     )
     confidence_threshold: float = Field(
         default=0.75,
         gt=0,
         lt=1,
-        description="minimum estimated probability of acceptance for a jump to be tried",
+        description="minimum estimated probability of acceptance for a prediction to be tried",
     )
     divergence_sigma: float = Field(
         default=3.5,
@@ -104,13 +104,19 @@ class PhasesSection(Section):
 
 
 class JumpsSection(Section):
-    """Jumps of the weights along a line, kept only if the loss of the next batches falls."""
+    """Predictions of the weights along a line, kept only if the loss of eight batches falls."""
 
     micro_batches: int = Field(
-        default=8, ge=8, le=1024, description="batches used to evaluate a jump, before and after it"
+        default=8,
+        ge=8,
+        le=1024,
+        description="micro-batches that verify a prediction, with present and predicted weights",
     )
     budget: float = Field(
-        default=0.01, gt=0, le=1, description="fraction of the run's compute that jumps may use"
+        default=0.01,
+        gt=0,
+        le=1,
+        description="fraction of the run's compute that rejected predictions may use",
     )
 
 
@@ -123,7 +129,8 @@ class StrategySection(Section):
     enabled: bool = Field(default=True, description="false: plain training, bit-identical")
     preset: PresetName = Field(
         default="balanced",
-        description="conservative: weight averages; balanced: and lookahead; aggressive: and jumps",
+        description="conservative: weight averages; balanced: and lookahead; aggressive: and "
+        "predictions",
     )
     lr_horizon: float = Field(
         default=1.4,
@@ -153,7 +160,9 @@ class StrategySection(Section):
         default_factory=ReadoutSection, description="averages of the weights"
     )
     phases: PhasesSection = Field(default_factory=PhasesSection, description="length of the phases")
-    jumps: JumpsSection = Field(default_factory=JumpsSection, description="jumps of the weights")
+    jumps: JumpsSection = Field(
+        default_factory=JumpsSection, description="predictions of the weights"
+    )
 
     @property
     def is_hybrid(self) -> bool:

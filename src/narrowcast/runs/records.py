@@ -53,6 +53,8 @@ class StepRecord:
     peak_bytes: int
     loss_parts: dict[str, float] = field(default_factory=dict)
     """Parts of the loss by name; empty if it has none."""
+    forward_only: bool = False
+    """Whether the step had no backward pass: it verified predicted weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +201,8 @@ def _to_json(record: Record) -> dict[str, object]:
     values = {_ON_THE_LINE.get(f.name, f.name): getattr(record, f.name) for f in fields(record)}
     if isinstance(record, StepRecord) and not record.loss_parts:
         del values["loss_parts"]  # most losses are of one piece
+    if isinstance(record, StepRecord) and not record.forward_only:
+        del values["forward_only"]
     if isinstance(record, FindingRecord) and record.rank is None:
         del values["rank"]
     return {"kind": kind, **values}
@@ -215,7 +219,7 @@ def _from_json(cls: type[Record], results: dict[str, Any]) -> Record:
     values: dict[str, Any] = {}
     for f in fields(cls):
         name = _ON_THE_LINE.get(f.name, f.name)
-        if name not in results and name in ("loss_parts", "rank"):
+        if name not in results and name in ("loss_parts", "forward_only", "rank"):
             continue
         if name not in results:
             raise KeyError(f"{name} is missing")

@@ -60,15 +60,17 @@ class Observer:
         self._probes.offsets.draw(step)
         return self._probes.weights.take
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, *, forward_only: bool = False) -> None:
         """Read the tensors of a step that was just queued, if a reading is due."""
         if self._profile is not None:
             self._profile.after(step)
         if self._probes is None or step % self._every:
             return
-        self._probes.weights.take_updates()
+        if not forward_only:
+            self._probes.weights.take_updates()
         exponents = (step // self._every - 1) % EXPONENTS_EVERY == 0
-        self._readings.append((step, Reading(self._probes, step=step, exponents=exponents)))
+        reading = Reading(self._probes, step=step, exponents=exponents, forward_only=forward_only)
+        self._readings.append((step, reading))
         self._probes.forget()
 
     def account(self, record: StepRecord, *, explained: bool = False) -> Iterator[Record]:
@@ -86,7 +88,8 @@ class Observer:
                 if isinstance(message, HealthRecord) and not explained:
                     self.looked = message.step
                     scaled = scaling is not None and record.loss_scale > scaling.min_scale
-                    self.unsafe_to_lower = reading.unsafe_to_lower(scaled=scaled)
+                    if not reading.forward_only:  # gradients decide too
+                        self.unsafe_to_lower = reading.unsafe_to_lower(scaled=scaled)
                     yield from self._findings.look(
                         message, scaling=scaling, loss_scale=record.loss_scale
                     )

@@ -1,9 +1,10 @@
 """Hooks that a training strategy has between the steps of a run.
 
-A strategy moves no counter, draws no random number and reads no batch of the run.
+A strategy moves no counter, draws no random number and reads no batch of the run. It may take a
+step without a backward pass on the batches of that step.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,18 @@ class Strategy:
     def act(self, step: int, *, batches: int) -> Iterable[Record]:
         """Act after a step, when `batches` were read; may change weights and formats."""
         return ()
+
+    @property
+    def is_forward_only(self) -> bool:
+        """Whether the next step is a `forward_step`."""
+        return False
+
+    def forward_step(self, batches: Sequence[Any]) -> tuple[Outcome, Tensor]:
+        """Take a step without a backward pass. Must not synchronise.
+
+        Returns its outcome, and the mean loss with its parts on the device.
+        """
+        raise NotImplementedError
 
     def after_step(self, outcome: Outcome) -> None:
         """Queue work after every step; must not synchronise."""

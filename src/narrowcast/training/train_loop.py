@@ -295,7 +295,14 @@ class _TrainLoop:
             self._strategy.after_step(outcome)
             self._progress = self._progress.after(len(batches))
 
-        self._steps.take(step, batches, items=items, after_update=after_update, stop=stop.received)
+        self._steps.take(
+            step,
+            batches,
+            items=items,
+            after_update=after_update,
+            forward_step=self._strategy.forward_step if self._strategy.is_forward_only else None,
+            stop=stop.received,
+        )
 
     def _read(self, *, leaving: int) -> Iterator[Record]:
         """Yield the records of queued steps except the last `leaving`. Synchronises with them."""

@@ -37,7 +37,7 @@ def test_a_share_outside_0_to_1_raises(share):
 def account(*, accepted, rejected):
     jumps = JumpAccount()
     for kept in [True] * accepted + [False] * rejected:
-        jumps = jumps.after_jump(cost=33, accepted=kept)
+        jumps = jumps.after_window(cost=33, accepted=kept)
     return jumps
 
 
@@ -60,5 +60,6 @@ def test_jumps_are_tried_while_the_rate_can_still_reach_the_threshold(
 def test_an_accepted_jump_ends_a_row_of_rejections():
     jumps = account(accepted=1, rejected=2)
     assert (jumps.tried, jumps.accepted, jumps.rejections, jumps.spent) == (3, 1, 2, 99)
-    assert jumps.after_jump(cost=1, accepted=True).rejections == 0
+    assert jumps.wasted == 66
+    assert jumps.after_window(cost=1, accepted=True).rejections == 0
     assert JumpAccount(**jumps.to_json()) == jumps

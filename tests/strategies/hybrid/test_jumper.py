@@ -1,4 +1,4 @@
-"""A jump is kept only where the loss fell beyond chance; else the run is the one without it."""
+"""A jump is kept only where the loss fell beyond chance; else every bit stays."""
 
 import copy
 import math
@@ -115,15 +115,16 @@ def weights(run):
     return [run.engine.weights.full(p).clone() for p in run.engine.weights.all]
 
 
-def losses(*rounds):
-    """Return losses whose mean is each of `rounds` in turn, the last one for ever."""
-    means = list(rounds)
+def compare(jumper, *, before, after):
+    """Compare eight micro-batches whose mean losses are these; return what was decided."""
+    means = [after, before]  # the present weights come last
 
     def compute():
-        mean = means.pop(0) if len(means) > 1 else means[0]
-        return [mean + 0.001 * i for i in range(8)]
+        mean = means.pop(0)
+        return torch.tensor([[mean + 0.001 * i] for i in range(8)])
 
-    return compute
+    jumper.compare(compute)
+    return jumper.decide()
 
 
 def test_a_jump_that_helps_is_kept_with_the_moments_as_they_are():
@@ -132,46 +133,69 @@ def test_a_jump_that_helps_is_kept_with_the_moments_as_they_are():
     train(run, 6, jumper=jumper)
     moments = copy.deepcopy(run.optimizer.state_dict()["state"])
     start, deltas = weights(run), jumper.history.predict(20)
-    result = jumper.jump(20, losses(2.0, 1.0))
+    jumper.begin(20)
+    result = compare(jumper, before=2.0, after=1.0)
     assert (result.accepted, result.scale) == (True, 1.0)
     assert result.gain == pytest.approx(1.0)
     for now, then, delta in zip(weights(run), start, deltas, strict=True):
         assert torch.equal(now, then + delta)
     after = run.optimizer.state_dict()["state"]
     assert all(map(torch.equal, tensors_in(after), tensors_in(moments)))
-    assert len(jumper.history) == 0
     assert jumper.account.accepted == 1
-    assert jumper.account.spent == 17
+    assert (jumper.account.spent, jumper.account.wasted) == (17, 0)
 
 
-def test_half_of_a_jump_that_is_rejected_is_tried_after_the_formats_of_its_phase():
-    run, calls = prepared("fp32"), []
+def test_half_of_a_jump_that_is_rejected_can_be_accepted():
+    run = prepared("fp32")
     jumper = jumper_of(run)
     train(run, 6, jumper=jumper)
     start, deltas = weights(run), jumper.history.predict(20)
-    result = jumper.jump(20, losses(2.0, 3.0, 2.0, 1.0), before_correction=lambda: calls.append(1))
-    assert (result.accepted, result.scale, calls) == (True, 0.5, [1])
+    jumper.begin(20)
+    assert not compare(jumper, before=2.0, after=3.0).accepted
+    assert all(map(torch.equal, weights(run), start))
+    assert (jumper.account.tried, jumper.account.wasted) == (0, 17)
+    jumper.begin(20, scale=0.5)
+    result = compare(jumper, before=2.0, after=1.0)
+    assert (result.accepted, result.scale) == (True, 0.5)
     for now, then, delta in zip(weights(run), start, deltas, strict=True):
         assert torch.equal(now, torch.add(then, delta, alpha=0.5))
-    assert jumper.account.spent == 33
+    assert (jumper.account.tried, jumper.account.spent, jumper.account.wasted) == (1, 33, 17)
+
+
+def test_the_line_is_followed_further_after_an_accepted_jump():
+    run = prepared("fp32")
+    jumper = jumper_of(run)
+    train(run, 6, jumper=jumper)
+    start, deltas = weights(run), jumper.history.predict(20)
+    for _ in range(2):
+        jumper.begin(20)
+        assert compare(jumper, before=2.0, after=1.0).accepted
+    for now, then, delta in zip(weights(run), start, deltas, strict=True):
+        assert torch.equal(now, (then + delta) + delta)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_run_whose_jumps_are_rejected_is_the_run_without_them(policy):
+def test_comparisons_and_rejected_jumps_leave_every_bit(policy):
     plain, jumping = train(prepared(policy, ema_decay=0.9), 12), prepared(policy, ema_decay=0.9)
-    jumper = jumper_of(jumping)
+    jumper, seen = jumper_of(jumping), []
 
     def compute():
         with jumping.autocast():  # draws random numbers, and moves the batch norm
+            noise = torch.rand(8, 1)
             jumping.model(torch.randn(4, 16))
-        return [1.0] * 8
+        seen.append(noise)
+        return noise
 
     addresses = [p.data_ptr() for p in jumping.model.parameters()]
     for step in range(12):
         train(jumping, 1, first=step, jumper=jumper)
-        if step > 5:
-            jumper.jump(3, compute)
+        if step > 5 and len(jumper.history) > 2:
+            for scale in (1.0, 0.5):
+                jumper.begin(3, scale=scale)
+                jumper.compare(compute)
+                assert not jumper.decide().accepted
     assert jumper.account.rejections == 5
+    assert all(map(torch.equal, seen[0::2], seen[1::2]))  # the same noise for both
     assert all(map(torch.equal, bits(plain), bits(jumping)))
     assert [p.data_ptr() for p in jumping.model.parameters()] == addresses
 
@@ -180,54 +204,60 @@ def test_losses_that_raise_leave_the_weights_as_they_were():
     run = prepared("fp32")
     jumper = jumper_of(run)
     train(run, 6, jumper=jumper)
-    before, answers = bits(run), iter([BEFORE])
+    jumper.begin(20)
+    before = bits(run)
+
+    def compute():
+        assert not all(map(torch.equal, bits(run), before))  # the predicted weights
+        raise StopIteration
+
     with pytest.raises(StopIteration):
-        jumper.jump(20, lambda: next(answers))
+        jumper.compare(compute)
     assert all(map(torch.equal, bits(run), before))
 
 
-def test_without_budget_no_loss_is_computed():
+def test_rejected_jumps_alone_use_up_the_budget():
     run = prepared("fp32")
-    jumper = jumper_of(run, budget=32.9)
+    jumper = jumper_of(run, budget=34)
     train(run, 6, jumper=jumper)
-    result = jumper.jump(20, lambda: pytest.fail("a loss was computed"))
-    assert not result.accepted
-    assert result.why == "a jump costs 33 forward passes, and 32.9 are left"
-    assert jumper.account.spent == 0
+    for _ in range(3):
+        jumper.begin(20)
+        assert compare(jumper, before=2.0, after=1.0).accepted
+    assert jumper.refusal() == ""
+    jumper.begin(20)
+    assert not compare(jumper, before=2.0, after=3.0).accepted
+    assert jumper.refusal() == "a rejected jump costs 33 forward passes, and 17 are left"
 
 
-def test_after_five_rejections_no_jump_is_tried_and_no_weights_are_kept():
+def test_after_five_rejections_nothing_is_predicted_and_no_weights_are_kept():
     run = prepared("fp32")
     jumper = jumper_of(run)
     train(run, 6, jumper=jumper)
     for _ in range(5):
-        jumper.jump(2, lambda: [1.0] * 8)
+        jumper.begin(2, scale=0.5)
+        compare(jumper, before=1.0, after=1.0)
     train(run, 1, first=6, jumper=jumper)
     assert len(jumper.history) == 0
-    assert jumper.jump(2, lambda: [1.0] * 8).why == "5 jumps in a row were rejected"
+    assert jumper.refusal() == "5 jumps in a row were rejected"
 
 
-def test_a_restored_jumper_continues_bit_for_bit():
+def test_a_jumper_restored_between_comparisons_continues_bit_for_bit():
     runs = [prepared("fp32"), prepared("fp32")]
     first, second = map(jumper_of, runs)
     train(runs[0], 6, jumper=first)
-    first.jump(3, lambda: [1.0] * 8)
+    first.begin(20)
+    first.compare(lambda: torch.linspace(0, 1, 5).reshape(5, 1))
     runs[1].load_state_dict(runs[0].state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for run, jumper in zip(runs, (first, second), strict=True):
-        torch.manual_seed(7)  # of dropout
-        train(run, 2, first=6, jumper=jumper)
-        jumper.jump(20, losses(2.0, 1.0))
+    results = []
+    for jumper in (first, second):
+        losses = iter([torch.zeros(5, 1), torch.linspace(1, 2, 5).reshape(5, 1)])
+        jumper.compare(lambda losses=losses: next(losses))
+        results.append(jumper.decide())
+    assert results[0].accepted
+    assert results[0] == results[1]
     assert all(map(torch.equal, bits(runs[0]), bits(runs[1])))
     assert first.account == second.account
-
-
-def test_another_number_of_losses_raises():
-    run = prepared("fp32")
-    jumper = jumper_of(run)
-    train(run, 6, jumper=jumper)
-    with pytest.raises(ConfigError, match="8 micro-batches, got 9 losses"):
-        jumper.jump(20, lambda: [1.0] * 9)
 
 
 def test_averages_are_not_taken_for_weights():

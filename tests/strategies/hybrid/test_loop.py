@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import narrowcast as nc
 from narrowcast.errors import CheckpointError, ConfigError, UnsupportedError
+from narrowcast.runs import StrategyRecord
 
 DIGITS = load_digits()
 X = torch.tensor(DIGITS.data, dtype=torch.float32) / 16
@@ -43,9 +44,7 @@ def begin(**settings):
 def train(run, first, last):
     for step in range(first, last):
         x, y = batch(step)
-        with run.autocast():
-            loss = F.cross_entropy(run.model(x), y)
-        run.step(loss)
+        run.step(lambda x=x, y=y: F.cross_entropy(run.model(x), y))
 
 
 def test_the_answer_is_what_was_measured_and_loads_into_the_plain_model():
@@ -81,30 +80,66 @@ def test_conservative_leaves_the_optimizer_as_it_is():
     assert all(map(torch.equal, run.model.parameters(), plain.parameters()))
 
 
-def test_a_state_is_taken_up_bit_for_bit():
-    straight, first, second = (begin(preset="aggressive", policy="fp32") for _ in range(3))
+VERIFIED = {
+    "preset": "aggressive", "jumps": {"budget": 0.5}, "precision": "recommended",
+    "phases": {"warmup_steps": 10, "full_steps": 12, "max_predict_steps": 10},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("left_at", [20, 26, 34])  # in full, predict and correct
+def test_a_state_is_taken_up_bit_for_bit(left_at):
+    straight, first, second = (begin(**VERIFIED, policy="fp32") for _ in range(3))
     train(straight, 0, 60)
-    train(first, 0, 45)
+    train(first, 0, left_at)
+    phase = first.phase
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    train(second, 45, 60)
+    assert second.phase == phase
+    train(second, left_at, 60)
     a, b = straight.eval_state_dict(), second.eval_state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
     a, b = (run.readouts.weights("average 0.05") for run in (straight, second))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_jump_is_kept_or_leaves_every_bit():
-    run = begin(preset="aggressive", policy="fp32")
-    train(run, 0, 40)
+def test_phases_are_as_long_as_requested_and_have_their_formats():
+    run, phases = begin(**VERIFIED, policy="fp32"), []
+    for step in range(24):
+        phases.append((run.phase, str(run.prepared.plan.policy)))
+        before = {name: w.clone() for name, w in run.prepared.fp32_state_dict().items()}
+        train(run, step, step + 1)
+        if run.phase == phases[-1][0] == "predict":
+            after = run.prepared.fp32_state_dict()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+    assert phases[:22] == [("warmup", "compute=fp32")] * 10 + [("full", "compute=fp32")] * 12
+    assert phases[22:] == [("predict", "compute=bf16")] * 2
+    assert [r.what for r in run.records if isinstance(r, StrategyRecord)] == [
+        "warmup begins", "full begins", "predict begins",
+    ]  # fmt: skip
 
-    def losses():
-        with run.autocast():
-            return [F.cross_entropy(run.model(x), y).item() for x, y in map(batch, range(40, 48))]
 
-    before = {name: w.clone() for name, w in run.prepared.fp32_state_dict().items()}
-    verdict = run.jump(10, losses)
-    after = run.prepared.fp32_state_dict()
-    assert verdict.accepted or all(torch.equal(before[name], after[name]) for name in before)
+def test_predict_lasts_while_predictions_come_true():
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = nc.hybrid(model, optimizer, steps=200, **VERIFIED, half_lives=(), policy="fp32")
+    phases = []
+    for step in range(70):
+        x = torch.rand(8, 4, generator=torch.Generator().manual_seed(step))
+        phases.append(run.phase)
+        run.step(lambda x=x: model(x).mean())  # its slope stays, so the line is right
+    assert phases == ["warmup"] * 10 + ["full"] * 12 + ["predict"] * 48
+    jumps = [r for r in run.records if isinstance(r, StrategyRecord) and r.event == "jump"]
+    assert [r.values["accepted"] for r in jumps] == [1] * 6
+    # 22 steps of training and 6 predictions of at least 2 steps each, at a slope of a half.
+    mean = 0.5 * model.weight.sum().item()
+    assert mean < -0.01 * 4 * 0.25 * (22 + 6 * 2) / 2
+
+
+def test_a_loss_in_place_of_a_function_raises_where_steps_have_no_backward_pass():
+    run = begin(**VERIFIED)
+    with pytest.raises(ConfigError, match=r"run\.step\(lambda"):
+        run.step(torch.zeros(()))
+    with pytest.raises(UnsupportedError, match="balanced"):
+        run.graphed(lambda x: x)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +152,11 @@ def test_a_jump_is_kept_or_leaves_every_bit():
         ({"half_lives": (-1, 0.05)}, "must be shares of the run, above 0 and up to 1"),
         ({"half_lives": 0.05}, "must be shares of the run"),
         ({"steps": "80"}, "steps must be the number"),
+        ({"phases": {"full_steps": 9}}, r'phases that use full_steps.*preset="aggressive"'),
+        ({"preset": "aggressive", "phases": {"full": 9}}, "phases.full: "),
+        ({"preset": "aggressive", "steps": 120}, r'jumps=\{"budget": 0.092\} or more.*"balanced"'),
+        ({"precision": "half"}, "'recommended'.*got 'half'"),
+        ({"precision": {"predict": "bf16"}}, "only the aggressive preset has a phase predict"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings, answer):
@@ -124,12 +164,6 @@ def test_what_makes_no_sense_is_refused(settings, answer):
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ConfigError, match=answer):
         nc.hybrid(model, optimizer, **{"steps": 10, **settings})
-
-
-def test_jumps_need_past_weights():
-    run = begin()
-    with pytest.raises(ConfigError, match="aggressive"):
-        run.jump(10, list)
 
 
 def test_momentum_of_sgd_is_refused_with_the_rate_that_replaces_it():
@@ -245,7 +279,8 @@ def test_a_state_of_other_averages_is_refused():
 
 @pytest.mark.parametrize("preset", ["balanced", "aggressive"])
 def test_a_state_in_memory_goes_back_to_where_it_was_taken(preset):
-    run = begin(preset=preset, policy="bf16, params=bf16, master=split")
+    settings = VERIFIED | {"precision": "policy"} if preset == "aggressive" else {}
+    run = begin(policy="bf16, params=bf16, master=split", **settings)
     train(run, 0, 30)
     state, answer = run.state_dict(), run.eval_state_dict()
     train(run, 30, 60)

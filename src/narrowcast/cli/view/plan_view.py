@@ -64,6 +64,12 @@ def print_strategy(console: Console, row: Mapping[str, Any] | None) -> None:
     )
     for sentence in row["lines"]:
         say(console, "", sentence)
+    phases = row["phases"]
+    if len({str(phase) for phase in phases.values()}) > 1:
+        for name, phase in phases.items():
+            memory = size(sum(phase["bytes"].values()))
+            # Averages and the lookahead point are the same in all, and above.
+            say(console, name, f"{phase['policy']}; {memory} and activations (predicted)")
 
 
 def print_phases(console: Console, recipe: Recipe, plans: Sequence[Plan]) -> None:

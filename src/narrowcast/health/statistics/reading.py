@@ -20,15 +20,24 @@ from narrowcast.runs import ExponentRecord, HealthRecord
 
 WORST = 4
 """Tensors whose exponents are reported."""
+FORWARD = ("input", "output")
+"""Roles of tensors in a forward pass."""
 
 
 @final
 class Reading:
     """The statistics of one step, on their way from the device."""
 
-    def __init__(self, probes: Probes, *, step: int, exponents: bool = False) -> None:
+    def __init__(
+        self, probes: Probes, *, step: int, exponents: bool = False, forward_only: bool = False
+    ) -> None:
+        """Read the samples of a step; of a `forward_only` step no gradients and updates."""
         self._sites, self._step, self._grouping = tuple(probes.sites), step, probes.grouping
         self._seen = probes.seen()
+        self.forward_only = forward_only
+        if forward_only:
+            pairs = zip(self._sites, self._seen, strict=True)
+            self._seen = [seen and site.role in FORWARD for site, seen in pairs]
         with torch.no_grad():
             self._stacks = self._grouping.stacks()
             table = self._grouping.rows(self._stacks, statistics)
@@ -63,7 +72,7 @@ class Reading:
         """Return the statistics of the tensors, or None if nothing has passed."""
         every = zip(self._sites, rows, formats, self._seen, strict=True)
         both = [(site, row, name) for site, row, name, seen in every if seen]
-        ran = {s.module for s, row, _ in both if s.role in ("input", "output") and _is_there(row)}
+        ran = {s.module for s, row, _ in both if s.role in FORWARD and _is_there(row)}
         # Zeros tell something only where a module has been called and something could come of it.
         lines = [
             (s, row, name)

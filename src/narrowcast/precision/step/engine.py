@@ -357,7 +357,14 @@ class Engine:
             mixed=self._none if checked.mixed is None else checked.mixed,
         )
 
-    def end_step(self, packed: Tensor, present: Sequence[int], *, metered: bool) -> Outcome:
+    def end_step(
+        self,
+        packed: Tensor,
+        present: Sequence[int],
+        *,
+        metered: bool,
+        forward_only: bool = False,
+    ) -> Outcome:
         """Send a step's numbers on their way to the host, and return what will hold them."""
         self.steps_begun += 1
         torch.clear_autocast_cache()  # it has weights as they were, where `autocast()` goes on
@@ -369,12 +376,31 @@ class Engine:
             names=[self.weights.last_uses[i] for i in present],
             lr=_rate(self.optimizer),
             metered=metered,
+            forward_only=forward_only,
             sync=self.log.sync,
         )
         self.log.enter(outcome)
         if self.weights.device.type == "cpu":
             self.log.sync()
         return outcome
+
+    @torch.no_grad()
+    def forward_step(self, loss: Tensor) -> Outcome:
+        """Count a step without a backward pass; it is skipped if its loss is not finite."""
+        self.begin_step()
+        scale = self._one if self.scales.value is None else self.scales.value.clone()
+        packed = pack(
+            finite=loss.isfinite(),
+            norm=self._zero * math.nan,  # there are no gradients
+            scale=scale,
+            next_scale=scale,
+            lost=self._zero,
+            at_floor=self._zero,
+            norms=self._zero.new_empty(0),
+            bad_rank=self._none,
+            mixed=self._none,
+        )
+        return self.end_step(packed, (), metered=False, forward_only=True)
 
     @property
     def is_metered(self) -> bool:

@@ -48,7 +48,7 @@ _COUNT = len(_Numbers._fields)
 
 @final
 class Outcome:
-    """Outcome of one step. Every property except `step` and `lr` waits for the device."""
+    """Outcome of one step. Properties wait for the device; `step`, `lr`, `forward_only` do not."""
 
     def __init__(
         self,
@@ -59,7 +59,10 @@ class Outcome:
         lr: float,
         metered: bool,
         sync: Callable[[], None],
+        forward_only: bool = False,
     ) -> None:
+        self.forward_only = forward_only
+        """Whether the step had no backward pass: its gradient norm is NaN."""
         self.step, self.lr = step, lr
         """The learning rate is that of the first parameter group; NaN where it has none."""
         self.sync = sync

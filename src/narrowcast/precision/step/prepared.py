@@ -186,7 +186,7 @@ class Prepared:
                 "set_policy() was called between backward() and step(), while gradients still "
                 "have the formats and scale of the old policy. Call it after step()."
             )
-        before, plan = self.plan, _resolve_plan(policy, self.engine, execution)
+        before, plan = self.plan, resolve_plan(policy, self.engine, execution)
         self.engine.set_plan(plan, loss_scale=settings_from(loss_scale), keep_scale=keep_scale)
         return changes_between(before, plan)
 
@@ -414,7 +414,7 @@ def _give_back(engine: Engine) -> None:
     engine.schedules.release()
 
 
-def _resolve_plan(policy: AnyPolicy | Plan, engine: Engine, running: Execution | None) -> Plan:
+def resolve_plan(policy: AnyPolicy | Plan, engine: Engine, running: Execution | None) -> Plan:
     """Return a plan, or the plan of a policy for the training device."""
     if isinstance(policy, Plan):
         check_execution(policy, running)

@@ -203,6 +203,8 @@ class Stats:
     """The loss scale of the next step; 1 without one. Of several, the first."""
     bytes: dict[str, int] = field(default_factory=dict)
     """What is held now, by role."""
+    forward_only: int = 0
+    """Applied steps that had no backward pass."""
 
     @property
     def applied(self) -> int:
@@ -224,11 +226,17 @@ class Stats:
         if outcome.lost_updates is not None:
             self.lost_updates = outcome.lost_updates
         if outcome.applied:
+            self.forward_only += outcome.forward_only
+            if outcome.forward_only:
+                return
             self.overflows_in_a_row = self.overflows_at_floor = 0
             self.grad_norm = outcome.grad_norm
-            self.average_grad_norm += (self.grad_norm - self.average_grad_norm) / self.applied
+            updates = self.applied - self.forward_only
+            self.average_grad_norm += (self.grad_norm - self.average_grad_norm) / updates
             return
         self.skipped += 1
+        if outcome.forward_only:
+            return
         self.bad_module = outcome.bad_module
         self.overflows_in_a_row += 1
         if outcome.at_floor:
@@ -245,6 +253,7 @@ class Stats:
             "grad_norm": self.grad_norm,
             "average_grad_norm": self.average_grad_norm,
             "lost_updates": self.lost_updates,
+            "forward_only": self.forward_only,
             "scale_increases": self.scale_increases,
             "scale_decreases": self.scale_decreases,
             "scale_history": [list(pair) for pair in self.scale_history],
@@ -354,6 +363,8 @@ class StepLog:
                 self._tell_of_standing_still(outcome)
             self._schedules.step()
             return ""
+        if outcome.forward_only:
+            return "the loss of a forward-only step is inf or NaN"
         count = f"{len(outcome.bad_parameters)} of {len(self._weights)} weights"
         why = f"gradients of {count} are inf or NaN, nearest the loss: {outcome.bad_module}"
         if outcome.next_scale != outcome.loss_scale:

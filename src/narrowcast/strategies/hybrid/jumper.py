@@ -1,8 +1,7 @@
-"""Jumps of the weights: predict a movement, compare losses, keep it or put every bit back.
+"""Jumps of the weights: predict a movement, compare losses, keep it or leave every bit.
 
-A run whose jumps are all rejected computes what a run without jumps does, bit for bit. Measured
-against a tuned schedule, jumps saved nothing (0.94 to 1.01 of the steps, `benchmarks/hybrid.py`),
-so they may cost a hundredth of the run and end after five rejections.
+The weights move only once a jump is accepted, so every checkpoint, evaluation and average between
+two steps has verified weights.
 """
 
 import contextlib
@@ -16,10 +15,12 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.hardware.randomness import preserve_rng
 from narrowcast.numerics.rounding import nearest
 from narrowcast.precision.dtensor import as_sharded
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.strategies.hybrid.history import WeightHistory
+from narrowcast.training.evaluation import in_eval_mode
 
 MAX_REJECTIONS = 5
 """Rejected jumps in a row after which no further jump is tried."""
@@ -32,15 +33,15 @@ WHOLE, HALF = 1.0, 0.5
 RISK = 0.05
 """Largest probability that a jump is accepted which changes nothing."""
 
-Losses = Callable[[], Sequence[float]]
-"""Evaluates the same micro-batches at every call, without dropout, and returns their losses."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class JumpAccount:
     """Jumps so far: what they cost, and how many were accepted."""
 
     spent: float = 0.0
+    """Forward passes of all jumps."""
+    wasted: float = 0.0
+    """Forward passes of rejected jumps, which the budget limits."""
     tried: int = 0
     accepted: int = 0
     rejections: int = 0
@@ -51,12 +52,14 @@ class JumpAccount:
         """Probability that the next jump is accepted: a half before the first one."""
         return (self.accepted + 1) / (self.tried + 2)
 
-    def after_jump(self, *, cost: float, accepted: bool) -> "JumpAccount":
+    def after_window(self, *, cost: float, accepted: bool, final: bool = True) -> "JumpAccount":
+        """Return the account after a verification; one that is not `final` is tried by half."""
         return JumpAccount(
             spent=self.spent + cost,
-            tried=self.tried + 1,
+            wasted=self.wasted + (0.0 if accepted else cost),
+            tried=self.tried + final,
             accepted=self.accepted + accepted,
-            rejections=0 if accepted else self.rejections + 1,
+            rejections=0 if accepted else self.rejections + final,
         )
 
     def is_confident(self, threshold: float) -> bool:
@@ -90,12 +93,12 @@ def attempt_cost(batches: int, *, rounds: int = 4) -> float:
 
 @final
 class Jumper:
-    """Keeps past weights, tries jumps along their line, and counts what that costs."""
+    """Keeps past weights, compares predicted weights with the present, and counts the cost."""
 
     def __init__(
         self, prepared: Prepared, *, every: int, budget: float, batches: int = FEWEST_PAIRS
     ) -> None:
-        """Take a snapshot `every` so many steps, and spend `budget` forward passes at most."""
+        """Take a snapshot `every` so many steps; rejected jumps cost `budget` forward passes."""
         if any(as_sharded(p) is not None for p in prepared.engine.weights.all):
             raise UnsupportedError(
                 "Jumps need weights on one device, got weights sharded over several. Train on one "
@@ -105,6 +108,10 @@ class Jumper:
         self.account = JumpAccount()
         self._engine = prepared.engine
         self._budget, self._batches = budget, batches
+        self._ahead, self._scale = 0, WHOLE
+        self._pairs: list[Tensor] = []
+        """Losses of present and predicted weights, on the device: a row for each micro-batch."""
+        self._deltas: list[Tensor] | None = None
 
     def observe(self, step: int) -> None:
         """Take a snapshot after a training step if one is due; does not wait for the device."""
@@ -116,71 +123,88 @@ class Jumper:
     def refusal(self) -> str:
         """Return why the budget allows no jump; empty if it does."""
         rejections, cost = self.account.rejections, attempt_cost(self._batches)
-        left = max(0.0, self._budget - self.account.spent)
+        left = max(0.0, self._budget - self.account.wasted)
         if rejections >= MAX_REJECTIONS:
             return f"{rejections} jumps in a row were rejected"
         if cost > left:
-            return f"a jump costs {cost:g} forward passes, and {left:.4g} are left"
+            return f"a rejected jump costs {cost:g} forward passes, and {left:.4g} are left"
         return ""
 
-    def jump(
-        self,
-        ahead_steps: int,
-        losses: Losses,
-        *,
-        before_correction: Callable[[], object] | None = None,
-    ) -> JumpResult:
-        """Move the weights to where they are predicted in so many steps, if the loss falls.
-
-        `before_correction` is called before half of the movement is tried. Synchronises.
-        """
-        refusal = self.refusal()
-        if refusal:
-            return JumpResult(False, math.nan, math.nan, refusal)
-        deltas = self.history.predict(ahead_steps)
-        result = self._attempt(deltas, losses, scale=WHOLE)
-        cost = attempt_cost(self._batches, rounds=2)
-        if not result.accepted:
-            if before_correction is not None:
-                before_correction()
-            result = self._attempt(deltas, losses, scale=HALF)
-            cost = attempt_cost(self._batches)
-        self.account = self.account.after_jump(cost=cost, accepted=result.accepted)
-        if result.accepted:
-            self.history.clear()
-        return result
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history.state_dict(), "account": self.account.to_json()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.history.load_state_dict(state["history"], device=self._engine.weights.device)
-        self.account = JumpAccount(**state["account"])
+    def begin(self, ahead_steps: int, *, scale: float = WHOLE) -> None:
+        """Begin to compare the present weights with those predicted in so many steps."""
+        self._ahead, self._scale, self._pairs, self._deltas = ahead_steps, scale, [], None
 
     @torch.no_grad()
-    def _attempt(self, deltas: Sequence[Tensor], losses: Losses, *, scale: float) -> JumpResult:
-        exact = [tensor.clone() for tensor in self._held()]
-        accepted = False
-        with self._isolated():
-            try:
-                before = self._losses(losses)
-                self._write(torch._foreach_add(self._read(), list(deltas), alpha=scale))
-                result = judge(before, self._losses(losses), scale=scale)
-                accepted = result.accepted
-            finally:
-                if not accepted:
-                    for tensor, saved in zip(self._held(), exact, strict=True):
-                        tensor.copy_(saved)
+    def compare(self, losses: Callable[[], Tensor]) -> Tensor:
+        """Return the present losses of a step's micro-batches; take note of the predicted ones.
+
+        `losses()` returns a row for each micro-batch, the total loss first. Both calls get the same
+        random numbers. Weights, gradients, buffers, fp8 scales and random numbers stay as they are.
+        Does not synchronise.
+        """
+        device = self._engine.weights.device
+        with self._engine.isolated(), in_eval_mode(self._engine.model):
+            with preserve_rng(device), self._at_prediction():
+                after = losses().detach()
+            with preserve_rng(device):  # last, because health samples the last pass
+                before = losses().detach()
+        self._pairs.append(torch.stack([before[:, 0], after[:, 0]], dim=1).float())
+        return before
+
+    @torch.no_grad()
+    def decide(self) -> JumpResult:
+        """Judge the comparisons since `begin`; move the weights if they pass. Synchronises."""
+        pairs = torch.cat(self._pairs).tolist()
+        self._pairs = []
+        before, after = [row[0] for row in pairs], [row[1] for row in pairs]
+        result = judge(before, after, scale=self._scale)
+        if result.accepted:
+            self._move()
+        whole = self._scale == WHOLE
+        self.account = self.account.after_window(
+            cost=2.0 * len(pairs) + whole,  # a prediction costs about one
+            accepted=result.accepted,
+            final=result.accepted or not whole,
+        )
         return result
 
-    def _losses(self, losses: Losses) -> list[float]:
-        values = [float(loss) for loss in losses()]
-        if len(values) != self._batches:
-            raise ConfigError(
-                f"A jump is judged on {self._batches} micro-batches, got {len(values)} losses. "
-                "Return one loss per micro-batch."
-            )
-        return values
+    def end(self) -> None:
+        """Forget the past weights: what comes after a jump is on another line."""
+        self.history.clear()
+        self._pairs, self._deltas = [], None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "history": self.history.state_dict(),
+            "account": self.account.to_json(),
+            "ahead": self._ahead,
+            "scale": self._scale,
+            "pairs": list(self._pairs),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        device = self._engine.weights.device
+        self.history.load_state_dict(state["history"], device=device)
+        self.account = JumpAccount(**state["account"])
+        self.begin(int(state["ahead"]), scale=float(state["scale"]))
+        self._pairs = [t.to(device, copy=True) for t in state["pairs"]]
+
+    def _move(self) -> None:
+        """Write the predicted weights."""
+        if self._deltas is None:
+            self._deltas = self.history.predict(self._ahead)
+        self._write(torch._foreach_add(self._read(), self._deltas, alpha=self._scale))
+
+    @contextlib.contextmanager
+    def _at_prediction(self) -> Iterator[None]:
+        """Hold the predicted weights inside the block, then put every bit back."""
+        exact = [tensor.clone() for tensor in self._held()]
+        try:
+            self._move()
+            yield
+        finally:
+            for tensor, saved in zip(self._held(), exact, strict=True):
+                tensor.copy_(saved)
 
     def _read(self) -> list[Tensor]:
         """Return every weight in fp32, with every digit of its master weight."""
@@ -204,14 +228,6 @@ class Jumper:
         masters = weights.masters
         extra = [masters.residual(i) for i in range(len(masters.parameters))]
         return [*(p.detach() for p in weights.all), *(t for t in extra if t is not None)]
-
-    @contextlib.contextmanager
-    def _isolated(self) -> Iterator[None]:
-        """Leave gradients, buffers, fp8 scales and random numbers as they were."""
-        device = self._engine.weights.device
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), self._engine.isolated():
-            yield
 
 
 def judge(before: Sequence[float], after: Sequence[float], *, scale: float = WHOLE) -> JumpResult:

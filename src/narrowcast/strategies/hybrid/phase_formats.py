@@ -1,23 +1,20 @@
 """The formats of each phase, and the change from one to the next."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import final
 
-from narrowcast.config.sections import Recipe
 from narrowcast.config.strategy import StrategySection
 from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.precision.gradients.loss_scale import Settings
 from narrowcast.precision.plan.phases import PHASES, Phase, PhasePolicies
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord
-from narrowcast.training.phase_plans import plan_recipe_model
 from narrowcast.training.precision_schedule import WHOLE
-from narrowcast.training.setup import make_loss_scales
-from narrowcast.training.task import Task
 
 
 def phase_policies(strategy: StrategySection, policy: str) -> Mapping[Phase, str]:
-    """Return the policy of each phase as text; `policy` comes from the recipe."""
+    """Return the policy of each phase as text; `policy` is that of the run."""
     match strategy.precision:
         case "policy":
             chosen = PhasePolicies(auto_recommend=False, default=policy)
@@ -32,25 +29,39 @@ def phase_policies(strategy: StrategySection, policy: str) -> Mapping[Phase, str
     return {phase: chosen.policy(phase) for phase in PHASES}
 
 
+def present_phases(strategy: StrategySection) -> tuple[Phase, ...]:
+    """Return the phases that a run with these settings has."""
+    return PHASES if strategy.has_jumps else PHASES[:2]
+
+
 @final
 class PhaseFormats:
     """Changes a prepared model to the formats of a phase."""
 
-    def __init__(self, prepared: Prepared, recipe: Recipe, task: Task) -> None:
-        self._prepared = prepared
-        self._scale = make_loss_scales(recipe.precision.loss_scale, task)
-        self.texts = phase_policies(recipe.strategy, recipe.precision.policy)
+    def __init__(
+        self,
+        prepared: Prepared,
+        strategy: StrategySection,
+        *,
+        policy: str,
+        planned: Callable[[str], Plan],
+        loss_scale: Settings | None,
+    ) -> None:
+        """Take the policy of the run, and what plans the model for another one."""
+        self._prepared, self._scale = prepared, loss_scale
+        self.texts = phase_policies(strategy, policy)
         """Policy of each phase as written."""
         self._plans: dict[Phase, Plan] = {}
-        if recipe.strategy.has_phase_policies:
-            for phase in PHASES:
-                self._plans[phase] = self._planned(recipe, phase, gemm_rows=task.gemm_rows)
+        if strategy.has_phase_policies:
+            for phase in present_phases(strategy):
+                self._plans[phase] = self._checked(phase, planned)
         self.apply("warmup", step=0)
 
     def apply(self, phase: Phase, *, step: int) -> list[PrecisionRecord]:
-        """Change the model to the formats of a phase. Synchronises if anything changes.
+        """Change the model to the formats of a phase, from this step on.
 
-        A loss scale that `full` needs is kept through phases that need none.
+        Synchronises if anything changes. A loss scale that `full` needs is kept through phases that
+        need none.
         """
         plan = self._plans.get(phase)
         before = self._prepared.plan.policy
@@ -60,8 +71,7 @@ class PhaseFormats:
         keep = self._plans["full"].policy.needs_loss_scale
         self._prepared.set_policy(plan, loss_scale=self._scale, keep_scale=keep)
         record = PrecisionRecord(
-            # A prediction is between two steps: none is trained in its formats.
-            step=step + (phase in ("warmup", "full")),
+            step=step,
             module=WHOLE,
             before=str(before),
             after=str(plan.policy),
@@ -69,15 +79,9 @@ class PhaseFormats:
         )
         return [record]
 
-    def _planned(self, recipe: Recipe, phase: Phase, *, gemm_rows: int) -> Plan:
+    def _checked(self, phase: Phase, planned: Callable[[str], Plan]) -> Plan:
         try:
-            plan = plan_recipe_model(
-                recipe,
-                self._prepared.model,
-                policy=self.texts[phase],
-                hardware=self._prepared.plan.hardware,
-                gemm_rows=gemm_rows,
-            )
+            plan = planned(self.texts[phase])
             self._prepared.engine.check_plan_change(plan, loss_scale=self._scale, keep_scale=True)
         except (ConfigError, UnsupportedError) as error:
             raise type(error)(f"phase {phase} of the strategy: {error}") from error

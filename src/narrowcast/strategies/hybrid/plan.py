@@ -1,24 +1,29 @@
 """Hybrid training in the plan of a run: sentences and bytes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from narrowcast.config.common_sections import OBEYED_BY
 from narrowcast.config.sections import Recipe
-from narrowcast.precision.plan.phases import PHASES
-from narrowcast.strategies.hybrid.jumps import check_first_jump
+from narrowcast.precision.plan.phases import Phase
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.strategies.hybrid.history import SNAPSHOTS
 from narrowcast.strategies.hybrid.phase_formats import phase_policies
+from narrowcast.strategies.hybrid.phases import NO_PREDICTIONS, check_first_jump
 
 STRATEGY = "strategy"
 """Key of the strategy in plan.json."""
 
 
-def described(recipe: Recipe, *, trained_weights: int) -> dict[str, Any] | None:
-    """Return the strategy of a recipe as plain data; None for plain training."""
+def described(
+    recipe: Recipe, plans: Mapping[Phase, Plan], *, trained_weights: int
+) -> dict[str, Any]:
+    """Return the hybrid strategy of a recipe as plain data; `plans` has the phases of the run."""
     strategy = recipe.strategy
-    if not strategy.is_hybrid:
-        return None
     if strategy.has_jumps and recipe.is_settled:
-        check_first_jump(recipe)
+        check_first_jump(
+            strategy, steps=recipe.steps, micro_batches=recipe.gradient_accumulation_steps
+        )
     lead = {"fp32": 4, "bf16": 2}[strategy.lookahead.storage] if strategy.has_lookahead else 0
     averages = len(set(strategy.readout.half_lives))
     policies = phase_policies(strategy, recipe.precision.policy)
@@ -30,8 +35,26 @@ def described(recipe: Recipe, *, trained_weights: int) -> dict[str, Any] | None:
             "lookahead": lead * trained_weights,
             "averages": 4 * averages * trained_weights,
         },
-        "policies": {phase: policies[phase] for phase in PHASES},
+        "phases": {
+            phase: {
+                "policy": policies[phase],
+                "bytes": _phase_bytes(phase, plan, trained_weights=trained_weights)
+                if strategy.has_jumps
+                else dict(plan.bytes),
+            }
+            for phase, plan in plans.items()
+        },
     }
+
+
+def _phase_bytes(phase: Phase, plan: Plan, *, trained_weights: int) -> dict[str, int]:
+    """Return the predicted bytes of a phase by role, without activations."""
+    past = {"past weights": (4 + 2 * (SNAPSHOTS - 1)) * trained_weights}
+    if phase in ("warmup", "full"):
+        return {**plan.bytes, **past}
+    held = plan.bytes.get("params", 0) + plan.bytes.get("master", 0)
+    there = {role: n for role, n in plan.bytes.items() if role != "grads"}
+    return {**there, **past, "prediction": 4 * trained_weights + held}
 
 
 def _momentum(recipe: Recipe) -> str:
@@ -63,14 +86,13 @@ def _lines(recipe: Recipe, *, averages: int) -> list[str]:
             f"newest weights to their average, which moves by {settings.rate:g} per step"
             f"{_momentum(recipe)}"
         )
-    if strategy.has_phase_policies:
-        policies = phase_policies(strategy, recipe.precision.policy)
-        there = PHASES if strategy.has_jumps else PHASES[:2]
-        lines.append("formats by phase: " + ", ".join(f"{policies[p]} in {p}" for p in there))
     if strategy.has_jumps:
         jumps = strategy.jumps
         lines.append(
-            f"jumps of the weights along a line, judged on {jumps.micro_batches} batches, for at "
-            f"most {jumps.budget:.0%} of the run's work. In benchmarks they rarely paid off"
+            "steps without a backward pass in predict and correct: the weights follow a line, "
+            f"verified on {jumps.micro_batches} micro-batches each time. Rejected predictions may "
+            f"cost {100 * jumps.budget:g}% of the run's work. In benchmarks they did not pay off"
         )
+    else:
+        lines.append(NO_PREDICTIONS)
     return lines

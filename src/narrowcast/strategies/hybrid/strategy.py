@@ -1,7 +1,7 @@
-"""Hybrid training of a recipe: averages, lookahead and jumps, as its preset selects."""
+"""Hybrid training of a recipe: averages, lookahead and predictions, as its preset selects."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,10 +11,12 @@ from torch import Tensor
 from narrowcast.config.sections import Recipe
 from narrowcast.config.strategy import ReadoutSection
 from narrowcast.errors import ConfigError, blamed_on
+from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.saved_state import collect_weights, put_weights
 from narrowcast.runs import EvalRecord, Record, StepRecord, StrategyRecord
+from narrowcast.strategies.hybrid.phase_formats import PhaseFormats
 from narrowcast.strategies.hybrid.phases import PhaseCourse
 from narrowcast.strategies.hybrid.readout.choice import (
     STEP_COST,
@@ -25,6 +27,9 @@ from narrowcast.strategies.hybrid.readout.choice import (
     half_lives_in_steps,
 )
 from narrowcast.training.parallel import ALONE, RunRanks
+from narrowcast.training.phase_plans import plan_recipe_model
+from narrowcast.training.setup import make_loss_scales
+from narrowcast.training.step.losses import Losses
 from narrowcast.training.strategy import Measure, Strategy
 from narrowcast.training.task import EvalBatches, Task
 
@@ -120,6 +125,27 @@ class Evaluation:
         return SelectedWeights(choice=choice, metrics=metrics, why=why)
 
 
+def _phase_formats(prepared: Prepared, task: Task, recipe: Recipe) -> PhaseFormats:
+    """Return the formats of each phase of a recipe."""
+
+    def planned(policy: str) -> Plan:
+        return plan_recipe_model(
+            recipe,
+            prepared.model,
+            policy=policy,
+            hardware=prepared.plan.hardware,
+            gemm_rows=task.gemm_rows,
+        )
+
+    return PhaseFormats(
+        prepared,
+        recipe.strategy,
+        policy=recipe.precision.policy,
+        planned=planned,
+        loss_scale=make_loss_scales(recipe.precision.loss_scale, task),
+    )
+
+
 @final
 class HybridStrategy(Strategy):
     """Follows the steps of a run; see `training.strategy.Strategy`."""
@@ -130,7 +156,14 @@ class HybridStrategy(Strategy):
         self._prepared = prepared
         self._evaluation = Evaluation(prepared, task, recipe, ranks=ranks)
         self.readouts = self._evaluation.readouts
-        self.phases = PhaseCourse(prepared, task, recipe)
+        self._losses = Losses(prepared, task)
+        self.phases = PhaseCourse(
+            prepared,
+            recipe.strategy,
+            steps=recipe.steps,
+            micro_batches=recipe.gradient_accumulation_steps,
+            formats=_phase_formats(prepared, task, recipe),
+        )
         self._accepted = self._rejected = 0
 
     def before_first_step(self) -> Iterable[Record]:
@@ -140,14 +173,28 @@ class HybridStrategy(Strategy):
         return self.phases.is_due(step)
 
     def act(self, step: int, *, batches: int) -> Iterable[Record]:
-        return self.phases.act(step, batches=batches)
+        return self.phases.act(step)
+
+    @property
+    def is_forward_only(self) -> bool:
+        return self.phases.is_forward_only
+
+    def forward_step(self, batches: Sequence[Any]) -> tuple[Outcome, Tensor]:
+        def losses() -> Tensor:
+            rows = []
+            for batch in batches:
+                with self._prepared.autocast():
+                    rows.append(self._losses.mean([self._losses.of(self._prepared.model, batch)]))
+            return torch.stack(rows)
+
+        return self.phases.compare(losses)
 
     def after_step(self, outcome: Outcome) -> None:
         self.readouts.after_step(outcome)
         self.phases.after_step(outcome)
 
     def note(self, record: StepRecord) -> None:
-        self.phases.note(record)
+        self.phases.note(loss=record.loss, grad_norm=record.grad_norm, applied=record.applied)
 
     def evaluate(self, step: int, measure: Measure) -> tuple[EvalRecord, Iterable[Record]]:
         """Select among the candidate weights, and evaluate those that the run would return."""

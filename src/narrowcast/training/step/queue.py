@@ -1,5 +1,6 @@
 """The steps of a run: queued on the device, then read as records and findings."""
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -9,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import final
+
+from torch import Tensor
 
 from narrowcast.config.sections import Recipe
 from narrowcast.hardware.profile import peak_bytes
@@ -25,6 +28,9 @@ from narrowcast.training.setup import make_faults, make_profile
 from narrowcast.training.step.shares import agreed, read_numbers, summed
 from narrowcast.training.step.stepping import Stepper
 from narrowcast.training.task import Batch, Task
+
+ForwardStep = Callable[[Sequence[Batch]], tuple[Outcome, Tensor]]
+"""Takes a step without a backward pass; see `Strategy.forward_step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,19 +104,25 @@ class StepQueue:
         *,
         items: int,
         after_update: Callable[[Outcome], None],
+        forward_step: ForwardStep | None = None,
         stop: Signals | None = None,
     ) -> None:
         """Queue one step; `after_update` is called before its tensors are read.
 
-        `stop` is a signal that this rank received, for the other ranks.
+        `forward_step` takes the step instead if there is one. `stop` is a signal that this rank
+        received, for the other ranks.
         """
         replay_inputs = self.investigator.before(batches)
         faults = self.investigator.faults_at(step)
         between = self.observer.before_step(step)
-        outcome, losses = self._stepper(batches, faults=faults, between=between)
+        if forward_step is None:
+            outcome, losses = self._stepper(batches, faults=faults, between=between)
+        else:
+            with contextlib.nullcontext() if faults is None else faults.during(1):
+                outcome, losses = forward_step(batches)
         losses = summed(losses, items=items, stop=stop, ranks=self._ranks)
         after_update(outcome)
-        self.observer.after_step(step)
+        self.observer.after_step(step, forward_only=outcome.forward_only)
         self._unread.append(
             _QueuedStep(
                 step=step,
@@ -152,6 +164,7 @@ class StepQueue:
             seconds=now - self._since,
             peak_bytes=peak_bytes(self._device),
             loss_parts=dict(zip(self._loss_parts, losses[1:], strict=True)),
+            forward_only=outcome.forward_only,
         )
         # The replay of a bad step does not count as time of the next one.
         self._since = time.perf_counter() if diagnosis.findings else now
