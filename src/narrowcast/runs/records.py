@@ -66,6 +66,16 @@ class EvalRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleRecord:
+    """Text that a language model wrote after a prompt, with the weights of an evaluation."""
+
+    step: int
+    prompt: str
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class FindingRecord:
     """A problem: where, since when, what, why, what was done, and what to try."""
 
@@ -136,6 +146,7 @@ Record = (
     | PrecisionRecord
     | CheckpointRecord
     | StrategyRecord
+    | SampleRecord
 )
 
 KINDS: dict[str, type[Record]] = {
@@ -147,6 +158,7 @@ KINDS: dict[str, type[Record]] = {
     "precision": PrecisionRecord,
     "checkpoint": CheckpointRecord,
     "strategy": StrategyRecord,
+    "sample": SampleRecord,
 }
 
 MEASURED = frozenset({"seconds", "seconds_blocked", "seconds_total", "peak_bytes", "bytes"})

@@ -1,6 +1,7 @@
 """Evaluation during a run, without a trace in weights, modes or random generators."""
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,9 @@ from torch import nn
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import ConfigError, blamed_on
 from narrowcast.hardware.randomness import preserve_rng
+from narrowcast.health.diagnose.passes import eagerly
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import EvalRecord, FindingRecord, Record, TaskInfo
+from narrowcast.runs import EvalRecord, FindingRecord, Record, SampleRecord, TaskInfo
 from narrowcast.runs.task_info import AVERAGED
 from narrowcast.runs.vitals import WEIGHTS_NOT_FINITE
 from narrowcast.training.checkpoints.frozen import FrozenWeights
@@ -22,6 +24,11 @@ from narrowcast.training.parallel import ALONE, RunRanks
 from narrowcast.training.strategy import Strategy
 from narrowcast.training.task import Task
 from narrowcast.training.vital_signs import VitalSigns, bad_weights
+
+SAMPLE_SHARE = 0.02
+"""Largest cost of text for the report, as a share of the run's work."""
+MOST_SAMPLED = 8
+"""Evaluations that draw text; more than that nobody reads."""
 
 
 def evaluate(prepared: Prepared, task: Task) -> dict[str, float]:
@@ -97,6 +104,7 @@ class Evaluations:
         ranks: RunRanks = ALONE,
     ) -> None:
         self._prepared, self._task, self._strategy = prepared, task, strategy
+        self._sampled_at = sampled_steps(recipe, task)
         self._ranks = ranks
         self.vital_signs = VitalSigns(prepared, task, folder=folder)
         self.early_stopping = EarlyStopping(recipe.eval, task.info)
@@ -106,9 +114,10 @@ class Evaluations:
 
     def measure(self, step: int) -> tuple[EvalRecord, Iterable[Record]]:
         """Evaluate the weights that the run would return now; the metrics of rank 0 count."""
-        return self._strategy.evaluate(
+        judged, others = self._strategy.evaluate(
             step, lambda: self._ranks.from_main(evaluate(self._prepared, self._task))
         )
+        return judged, [*others, *self._sampled(step)]
 
     def account(self, judged: EvalRecord, others: Iterable[Record]) -> Iterator[Record]:
         """Yield the records of an evaluation, and save its weights if they are the best."""
@@ -123,9 +132,45 @@ class Evaluations:
         if self.early_stopping.improvement.best_step == step:
             self.best_weights.keep(step, answer=self._strategy.answer)
 
+    def _sampled(self, step: int) -> list[SampleRecord]:
+        """Return text of the weights that were just evaluated, if it is due."""
+        samples, model = self._task.samples, self._prepared.model
+        if samples is None or step not in self._sampled_at:
+            return []
+        began = time.perf_counter()
+        with (
+            preserve_rng(next(model.parameters()).device),
+            in_eval_mode(model),
+            torch.no_grad(),
+            eagerly(),
+            self._strategy.use_answer(),
+            self._prepared.autocast(),
+            blamed_on("the task's samples"),
+        ):
+            drawn = samples.draw(model)
+        seconds = (time.perf_counter() - began) / max(1, len(drawn))
+        return [
+            SampleRecord(step=step, prompt=prompt, text=text, seconds=seconds)
+            for prompt, text in drawn
+        ]
+
     def _bad_weights(self) -> str:
         """Return which weights are not finite on any rank, as text."""
         return next(filter(None, self._ranks.gathered(bad_weights(self._prepared))), "")
+
+
+def sampled_steps(recipe: Recipe, task: Task) -> frozenset[int]:
+    """Return the steps whose evaluations draw text: evenly spaced, the last one among them.
+
+    Known beforehand, so that a resumed run draws the same.
+    """
+    if task.samples is None:
+        return frozenset()
+    every = recipe.eval.every or recipe.steps
+    steps = [*range(every, recipe.steps, every), recipe.steps]
+    passes = 3 * recipe.steps * recipe.gradient_accumulation_steps  # a backward pass costs two
+    count = min(len(steps), MOST_SAMPLED, int(SAMPLE_SHARE * passes / task.samples.passes))
+    return frozenset(steps[-(-len(steps) * k // count) - 1] for k in range(1, count + 1))
 
 
 @contextmanager

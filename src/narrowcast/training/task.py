@@ -158,6 +158,17 @@ class EvalBatches:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class TextSamples:
+    """Text of the model for the report, drawn at some evaluations and at the last one."""
+
+    draw: Callable[[nn.Module], Sequence[tuple[str, str]]]
+    """Returns prompts and what the model writes after each: the same for the same weights."""
+    passes: float
+    """Cost of one call, in forward passes of a micro-batch."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """A model, its training data and its evaluation."""
 
@@ -177,6 +188,8 @@ class Task:
 
     held_out: EvalBatches | None = None
     """The data of `evaluate` in parts; without it, comparing weights evaluates each in full."""
+    samples: TextSamples | None = None
+    """Text for the report. It is drawn as often as 2 % of the run's work allow, 8 times at most."""
     data_digest: Callable[[], str] | None = None
     """Returns a text that differs for other training or evaluation data, so that a run is not
     resumed on other data by mistake. Without it, samples of `train_data` are fingerprinted."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -215,6 +216,9 @@ class HybridStrategy(Strategy):
             seconds=time.perf_counter() - began,
         )
         return EvalRecord(step=step, metrics=dict(judged.metrics)), [record]
+
+    def use_answer(self) -> AbstractContextManager[None]:
+        return self.readouts.swapped_in()
 
     def answer(self) -> Mapping[str, Tensor]:
         return self.readouts.weights()

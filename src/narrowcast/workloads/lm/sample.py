@@ -64,6 +64,38 @@ def complete(
     return tokenizer.decode(list(drawn))
 
 
+@torch.no_grad()
+def continue_all(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    count: int,
+    seed: int,
+    temperature: float,
+    vocab: int,
+) -> list[list[int]]:
+    """Return `count` tokens after each prompt, all prompts in one batch; synchronises at each.
+
+    Every pass has the same shape: what is still empty lies behind what the model reads. Draws on
+    the CPU from its own generator. Ends early where the model predicts NaN or inf.
+    """
+    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(seed)
+    ends = [len(prompt) for prompt in prompts]
+    tokens = torch.zeros((len(prompts), max(ends) + count), dtype=torch.int64)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    at = torch.tensor(ends) - 1
+    drawn = 0
+    while drawn < count:
+        logits = model(tokens.to(device))[range(len(prompts)), at.to(device), :vocab].float().cpu()
+        if not logits.isfinite().all():
+            break
+        at, drawn = at + 1, drawn + 1
+        for row, i, each in zip(tokens, at.tolist(), logits, strict=True):
+            row[i] = _draw(each, temperature, top_k=None, generator=generator)
+    return [row[end : end + drawn].tolist() for row, end in zip(tokens, ends, strict=True)]
+
+
 def _draw(
     logits: Tensor, temperature: float, *, top_k: int | None, generator: torch.Generator
 ) -> int:

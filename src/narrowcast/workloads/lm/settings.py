@@ -23,6 +23,9 @@ MOST_TOKENS = 2**24
 MOST_WINDOWS = 10**9
 MOST_SOURCES = 100_000
 """Texts that are named one by one; a glob names as many as there are."""
+MOST_SAMPLED_TOKENS = 4096
+"""Of one sample in a report; more is read from the model itself."""
+MOST_PROMPTS = 8
 LARGEST_BASE = 1e12
 """Of rotary positions; models of a million tokens use 1e7."""
 
@@ -156,4 +159,20 @@ class LmRehearsal(Section):
     )
 
 
-SECTIONS = Sections(data=LmData, model=LmModel, rehearse=LmRehearsal)
+class LmSamples(Section):
+    """Text that the model writes, for the report."""
+
+    tokens: int = Field(
+        default=48, ge=0, le=MOST_SAMPLED_TOKENS, description="tokens per sample; 0: no samples"
+    )
+    prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        max_length=MOST_PROMPTS,
+        description="texts to continue; []: the beginnings of two held-out samples",
+    )
+    temperature: float = Field(
+        default=0.8, ge=0, le=100, description="0: always the likeliest token; 1: as predicted"
+    )
+
+
+SECTIONS = Sections(data=LmData, model=LmModel, rehearse=LmRehearsal, samples=LmSamples)

@@ -17,10 +17,11 @@ from narrowcast.hardware import detect_hardware
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.checkpoints.data_identity import fingerprint
 from narrowcast.training.evaluation import in_eval_mode
-from narrowcast.training.task import EvalBatches, Task
+from narrowcast.training.task import EvalBatches, Task, TextSamples
 from narrowcast.workloads.lm import WORKLOAD
 from narrowcast.workloads.lm.model import GPT, build_gpt, let_swell
-from narrowcast.workloads.lm.settings import LmData, LmModel, LmRehearsal
+from narrowcast.workloads.lm.sample import continue_all
+from narrowcast.workloads.lm.settings import SYNTHETIC, LmData, LmModel, LmRehearsal, LmSamples
 from narrowcast.workloads.lm.text import (
     ByteTokenizer,
     Tokenizer,
@@ -33,6 +34,12 @@ from narrowcast.workloads.lm.text import (
 
 BPE_TOKENS = 4096
 """What `tokenizer=bpe` learns where `model.vocab` does not say."""
+
+PROMPT = 32
+"""Tokens of a held-out sample that the model continues."""
+WAITING, LAUNCHING = 2.0, 0.05
+"""Least cost of a pass for one more token, in passes of a micro-batch: on a GPU it waits for the
+host, where training may replay graphs; on a CPU it costs little but its tokens."""
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """Tokens, and those that come after each of them."""
@@ -53,6 +60,8 @@ class LanguageModel:
     eval_windows: int
     batch_size: int
     device: torch.device
+    samples: LmSamples
+    seed: int
 
     def task(self) -> Task:
         text = () if self.tokenizer is None else (BITS_PER_BYTE,)
@@ -67,6 +76,7 @@ class LanguageModel:
             held_out=self.held_out(),
             data_digest=self.data_digest,
             example=self.example,
+            samples=self.text_samples(),
         )
 
     def example(self) -> Pair:
@@ -116,6 +126,54 @@ class LanguageModel:
 
         return EvalBatches(parts=math.ceil(len(windows) / self.batch_size), headline=loss)
 
+    def text_samples(self) -> TextSamples | None:
+        """Return what draws text for the report; None if there is no text or none is wanted."""
+        settings, tokenizer = self.samples, self.tokenizer
+        count = min(settings.tokens, self.model.length // 2)
+        if tokenizer is None or count == 0:
+            if settings.prompts and self.device.type != "meta":
+                raise ConfigError(
+                    f"samples.prompts needs text and samples.tokens above 0, got data.text="
+                    f"{SYNTHETIC} or samples.tokens={settings.tokens}. Leave samples.prompts out."
+                )
+            return None
+        prompts = self._prompts(tokenizer, most=self.model.length - count)
+
+        def draw(model: nn.Module) -> list[tuple[str, str]]:
+            drawn = continue_all(
+                model,
+                prompts,
+                count=count,
+                seed=self.seed,
+                temperature=settings.temperature,
+                vocab=tokenizer.size,
+            )
+            return [
+                (tokenizer.decode(prompt), tokenizer.decode(tokens))
+                for prompt, tokens in zip(prompts, drawn, strict=True)
+            ]
+
+        rows = len(prompts) * (max(map(len, prompts)) + count)
+        least = WAITING if self.device.type == "cuda" else LAUNCHING
+        share = rows / (self.batch_size * self.model.length)
+        return TextSamples(draw=draw, passes=count * max(least, share))
+
+    def _prompts(self, tokenizer: Tokenizer, *, most: int) -> list[list[int]]:
+        """Return the tokens of each prompt."""
+        if not self.samples.prompts:
+            starts = [0, len(self.validation_data) // 2][: len(self.validation_data)]
+            rows, _ = self.validation_data.__getitems__(starts)
+            return [[int(token) for token in row[: min(PROMPT, most)]] for row in rows]
+        prompts = [tokenizer.encode(text).tolist() for text in self.samples.prompts]
+        for text, tokens in zip(self.samples.prompts, prompts, strict=True):
+            if len(tokens) > most:
+                raise ConfigError(
+                    f"samples.prompts must have at most {most} tokens each with data.length="
+                    f"{self.model.length}, got {len(tokens)} in {text[:40]!r}. Write a shorter "
+                    "one, or fewer samples.tokens."
+                )
+        return prompts
+
     def _validation_windows(self) -> list[int]:
         available = len(self.validation_data)
         count = min(self.eval_windows, available)
@@ -164,6 +222,8 @@ def build_language_model(recipe: Recipe, *, device: torch.device) -> LanguageMod
         eval_windows=data.eval_windows,
         batch_size=recipe.batch_size,
         device=device,
+        samples=recipe.section(LmSamples),
+        seed=recipe.seed,
     )
 
 
