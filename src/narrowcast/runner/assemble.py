@@ -14,25 +14,18 @@ from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import Hardware, detect_hardware
 from narrowcast.hardware.catalog import GPUS_PER_NODE, find_data_sheet
 from narrowcast.numerics import FORMATS
-from narrowcast.precision.plan.phases import Phase
 from narrowcast.precision.plan.plan import Plan, with_losses
 from narrowcast.precision.plan.policy import Policy, policy_from
 from narrowcast.precision.plan.rank_costs import choose_strategy, rank_costs
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.phrases import size
 from narrowcast.runs import Record
-from narrowcast.strategies.hybrid.phase_formats import phase_policies, present_phases
-from narrowcast.strategies.hybrid.plan import STRATEGY, described
+from narrowcast.strategies.hybrid.phase_formats import phase_policies
+from narrowcast.strategies.hybrid.plan import STRATEGY, described, phase_plans
 from narrowcast.strategies.hybrid.strategy import HybridStrategy
 from narrowcast.training.data import batch_order
 from narrowcast.training.parallel import ALONE, RunRanks
-from narrowcast.training.phase_plans import (
-    each_phase,
-    get_phases,
-    phases_json,
-    plan_phases,
-    plan_recipe_model,
-)
+from narrowcast.training.phase_plans import each_phase, get_phases, phases_json, plan_phases
 from narrowcast.training.setup import check_ranks, prepare_recipe, sharding
 from narrowcast.training.strategy import PLAIN, Strategy
 from narrowcast.training.task import Task
@@ -183,25 +176,6 @@ def strategy_row(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
     grads = FORMATS[plan.policy.grads_format].bytes if plan.policy.params != "fp32" else 4
     return described(
         recipe,
-        _strategy_plans(recipe, plan),
+        phase_plans(recipe, plan, build=lambda: build_task(recipe, device=torch.device("meta"))),
         trained_weights=round(plan.bytes.get("grads", 0) / grads),
     )
-
-
-def _strategy_plans(recipe: Recipe, plan: Plan) -> dict[Phase, Plan]:
-    """Return the plan of each phase of hybrid training; `plan` is that of precision.policy."""
-    phases = present_phases(recipe.strategy)
-    if not recipe.strategy.has_phase_policies:
-        return dict.fromkeys(phases, plan)
-    task = build_task(recipe, device=torch.device("meta"))
-    policies = phase_policies(recipe.strategy, recipe.precision.policy)
-    return {
-        phase: plan_recipe_model(
-            recipe,
-            task.model,
-            policy=policies[phase],
-            hardware=plan.hardware,
-            gemm_rows=task.gemm_rows,
-        )
-        for phase in phases
-    }

@@ -1,6 +1,6 @@
 """Hybrid training in the plan of a run: sentences and bytes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from narrowcast.config.common_sections import OBEYED_BY
@@ -8,8 +8,10 @@ from narrowcast.config.sections import Recipe
 from narrowcast.precision.plan.phases import Phase
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.strategies.hybrid.history import SNAPSHOTS
-from narrowcast.strategies.hybrid.phase_formats import phase_policies
+from narrowcast.strategies.hybrid.phase_formats import phase_policies, present_phases
 from narrowcast.strategies.hybrid.phases import NO_PREDICTIONS, check_first_jump
+from narrowcast.training.phase_plans import plan_recipe_model
+from narrowcast.training.task import Task
 
 STRATEGY = "strategy"
 """Key of the strategy in plan.json."""
@@ -44,6 +46,27 @@ def described(
             }
             for phase, plan in plans.items()
         },
+    }
+
+
+def phase_plans(recipe: Recipe, plan: Plan, *, build: Callable[[], Task]) -> dict[Phase, Plan]:
+    """Return the plan of each phase that a recipe has; `plan` is that of precision.policy.
+
+    `build` returns the task on the meta device; it is called if the phases differ.
+    """
+    phases = present_phases(recipe.strategy)
+    if not recipe.strategy.has_phase_policies:
+        return dict.fromkeys(phases, plan)
+    task, policies = build(), phase_policies(recipe.strategy, recipe.precision.policy)
+    return {
+        phase: plan_recipe_model(
+            recipe,
+            task.model,
+            policy=policies[phase],
+            hardware=plan.hardware,
+            gemm_rows=task.gemm_rows,
+        )
+        for phase in phases
     }
 
 
