@@ -114,7 +114,7 @@ def test_help_lists_the_command_of_a_workload_without_importing_it():
     listed = (
         r"Commands of workloads:\n  decompose  +compares .*\n  forecast  +forecasts .*\n"
         r"  genomics  +pretrains .*\n"
-        r"  ica  +finds, .*\n  tutorial  +reads "
+        r"  ica  +finds, .*\n  lm-eval  +evaluates .*\n  tutorial  +reads "
     )
     assert re.search(listed, done.stdout)
 

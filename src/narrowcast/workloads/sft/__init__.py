@@ -17,6 +17,11 @@ WORKLOAD = Workload(
             "narrowcast.workloads.sft.command:ica",
             about="finds, shows and tests functional networks of a language model",
         ),
+        Command(
+            "lm-eval",
+            "narrowcast.workloads.sft.command:lm_eval",
+            about="evaluates a fine-tuned model on tasks of lm-eval",
+        ),
     ),
     requires=("transformers", "peft"),
     extra="sft",

@@ -99,6 +99,41 @@ def write(path: Path, text: str) -> None:
         raise ConfigError(f"{path} cannot be written: {explain_write_error(error)}.") from None
 
 
+@click.command(context_settings={"show_default": True})
+@click.argument("run")
+@click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
+@click.option("--limit", type=click.IntRange(1), help="Documents per task.  [default: all]")
+@click.option(
+    "--num-fewshot", type=click.IntRange(0), help="Examples per prompt.  [default: the task's]"
+)
+@click.option("--batch-size", type=click.IntRange(1), default=8, help="Requests per batch.")
+@click.option("--include-path", metavar="DIR", help="Folder with your own tasks, as YAML.")
+@click.option("--device", default="auto", help="cpu, cuda, cuda:1, …")
+@click.option("--model-dtype", type=click.Choice(DTYPES), default="float32")
+def lm_eval(
+    run: str, tasks: tuple[str, ...], device: str, model_dtype: str, **options: Any
+) -> None:
+    """Evaluate the model of a finished fine-tuning RUN on tasks of lm-eval.
+
+    Writes lm_eval.json in the run folder. Needs pip install lm-eval, which downloads the data of
+    its tasks from the Hugging Face Hub.
+    """
+    import torch
+
+    from narrowcast.workloads.sft.judge.lm_eval import evaluate_with_lm_eval, results_path
+
+    results = evaluate_with_lm_eval(
+        run, tasks, device=device_named(device), dtype=getattr(torch, model_dtype), **options
+    )
+    for task, values in results.items():
+        for name, value in values.items():
+            if "_stderr" not in name:
+                error = values.get(f"{name}_stderr")
+                spread = "" if error is None else f" ± {error:.4f}"
+                click.echo(f"{task}  {name} {value:.4f}{spread}")
+    click.echo(f"wrote {results_path(run)}")
+
+
 @click.group(context_settings={"show_default": True})
 def ica() -> None:
     """Find, show and test functional networks of a language model."""
