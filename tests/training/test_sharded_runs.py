@@ -117,6 +117,21 @@ def test_language_models_are_trained_averaged_and_resumed(tiny, tmp_path, words,
     assert changes == ([3] if PHASES in words else [])
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_each_rank_resumes_with_its_own_amax_histories(tiny, tmp_path, strategy):
+    words = ["precision.policy=fp8-delayed", "model.width=32", "checkpoint.every=2"]
+    train(tiny, words, tmp_path / "run", ranks=2, strategy=strategy)
+
+    def histories(rank):
+        run = nc.resume(tmp_path / "run")
+        return run.prepared.state_dict()["amax"]["amax"]
+
+    first, second = on_ranks(2, histories)
+    assert not torch.equal(first, second)
+    alone = histories(0)
+    assert torch.equal(alone, torch.maximum(first, second))
+
+
 @pytest.mark.parametrize("part", ["content", "size"])
 def test_a_changed_shard_raises_on_all_ranks_and_names_an_intact_checkpoint(tiny, tmp_path, part):
     run = tmp_path / "run"

@@ -4,6 +4,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, final
 
+import torch
+from torch import Tensor
+
 from narrowcast.config.load import flat_settings
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import CheckpointError, ConfigError
@@ -12,6 +15,7 @@ from narrowcast.hardware.randomness import (
     restore_randomness,
     seed_everything,
 )
+from narrowcast.precision.nested import map_tensors
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.saved_state import OUTLINE, collect_state, state_outline
 from narrowcast.runs import FindingRecord
@@ -88,10 +92,12 @@ class RunState:
     def captured(self, progress: Progress) -> dict[str, Any]:
         """Return the state of the whole run. Synchronises."""
         others = [name for name in self._parts if name != "prepared"]
-        parts = {name: self._parts[name].state_dict() for name in others}
+        parts: dict[str, Any] = {name: self._parts[name].state_dict() for name in others}
         # Not copied here: it is written, or copied to the host, before the next step.
         now, frozen = self._frozen.split_frozen(collect_state(self._prepared.engine))
         parts["prepared"] = now
+        if not is_sharded(self._prepared.model):  # or each rank saves its own with its shards
+            parts["amax_of_ranks"] = self._amax_of_other_ranks(now["amax"])
         return {
             **asdict(progress),
             "data": self._identify_data().to_json(),
@@ -102,6 +108,12 @@ class RunState:
             "frozen": frozen,
             **parts,
         }
+
+    def _amax_of_other_ranks(self, amax: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Return the amax histories of the ranks after the first, which saw other batches."""
+        if not amax:
+            return []
+        return self._ranks.gathered(map_tensors(amax, Tensor.cpu))[1:]
 
     def _captured_randomness(self) -> dict[str, Any]:
         first, *others = self._ranks.gathered(capture_randomness(self._device))
@@ -182,6 +194,8 @@ class RunState:
                 saved = state[name]
                 if part is self._prepared:
                     saved = self._model_state(saved, state.get("frozen", {}))
+                    others = state.get("amax_of_ranks", [])
+                    saved = {**saved, "amax": self._own_amax(saved["amax"], others)}
                 part.load_state_dict(saved)
         for name, hook in self._hooks.items():
             assert hook.load_state_dict is not None
@@ -204,6 +218,15 @@ class RunState:
         if is_sharded(self._prepared.model):
             state = sharded_state(self._prepared, state)
         return state
+
+    def _own_amax(
+        self, first: dict[str, Tensor], others: list[dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Return this rank's amax histories, or the largest of all on another number of ranks."""
+        every = [first, *others]
+        if not others or len(every) == self._ranks.size:
+            return every[self._ranks.rank if others else 0]
+        return {name: torch.stack([each[name] for each in every]).amax(0) for name in first}
 
     def restore_randomness(self, state: dict[str, Any]) -> list[FindingRecord]:
         """Restore random generators; return findings about what could not be continued."""
