@@ -82,6 +82,12 @@ def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return results
 
 
+def free(tensors: dict[str, Tensor]) -> None:
+    """Remove tensors one by one: to free gigabytes at once would hold up all other threads."""
+    while tensors:
+        tensors.popitem()
+
+
 @final
 class HostCopies:
     """Tensors as they are now, on the host once `wait` returns; they may change afterwards.
@@ -139,16 +145,17 @@ class _DeviceCopy:
         To pin the whole size would make the GPU wait for seconds.
         """
         device, size = self._flat.device, self._flat.numel()
-        host = torch.empty(size, dtype=torch.uint8)
         pinned = torch.empty(min(CHUNK, size), dtype=torch.uint8, pin_memory=True)
-        lane, after = Lane(device), [self._made]
-        for into, source in zip(host.split(CHUNK), self._flat.split(CHUNK), strict=True):
-            part = pinned[: into.numel()]
-            done = lane.copy([(part, source)], after=after)
-            assert done is not None
-            done.synchronize()
-            into.copy_(part)
-        return self._parts(host)
+        lane, after, results = Lane(device), [self._made], dict[str, Tensor]()
+        for name, copy in self._parts(self._flat).items():
+            results[name] = host = torch.empty(copy.shape, dtype=copy.dtype)
+            for into, source in zip(_chunks(host), _chunks(copy), strict=True):
+                part = pinned[: into.numel()]
+                done = lane.copy([(part, source)], after=after)
+                assert done is not None
+                done.synchronize()
+                into.copy_(part)
+        return results
 
     def _parts(self, flat: Tensor) -> dict[str, Tensor]:
         parts, begin = dict[str, Tensor](), 0
@@ -157,6 +164,10 @@ class _DeviceCopy:
             parts[name] = flat[begin : begin + size].view(dtype).view(shape)
             begin += _padded(size)
         return parts
+
+
+def _chunks(tensor: Tensor) -> list[Tensor]:
+    return list(tensor.view(-1).view(torch.uint8).split(CHUNK))
 
 
 def _padded(size: int) -> int:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from narrowcast.errors import CheckpointError
-from narrowcast.hardware.transfers import HostCopies, to_host
+from narrowcast.hardware.transfers import HostCopies, free, to_host
 from narrowcast.plain_files import read_plain
 from narrowcast.runs.records import CheckpointRecord
 from narrowcast.runs.writing import remove, remove_leftovers, write_text, written_atomically
@@ -125,6 +125,7 @@ def _write_state(taken: Snapshot, folder: Path, shards: str) -> None:
             "state": taken.tree,
         }
         write_text(folder / STATE, json.dumps(described))
+    free(tensors)
 
 
 def _written(

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from narrowcast.errors import CheckpointError, UnsupportedError
-from narrowcast.hardware.transfers import HostCopies, to_host
+from narrowcast.hardware.transfers import HostCopies, free, to_host
 from narrowcast.kernels.adamw.twin import BLOCK, decode, encode
 from narrowcast.kernels.launch import PLAIN
 from narrowcast.plain_files import read_plain
@@ -362,6 +362,7 @@ def _write_file(taken: ShardedSnapshot, folder: Path, rank: int) -> dict[str, An
         folder.mkdir(exist_ok=True)  # network file systems show it late
         write_tensors(file, tensors, metadata={"rank": str(rank)})
         sums = dict(zip(tensors, matched, strict=True))
+    free(tensors)
     chunks = {
         name: {
             **chunk,
