@@ -85,6 +85,66 @@ def test_on_a_cpu_steps_are_those_of_run_step_bit_for_bit(policy):
     assert_equal(mine.eval_state_dict(), theirs.eval_state_dict())
 
 
+@pytest.mark.parametrize("policy", ["fp32", "fp16", SPLIT])
+def test_accumulated_steps_are_those_of_backward_per_micro_batch_bit_for_bit(policy):
+    by_hand, mine = prepared(policy), prepared(policy)
+    fast = mine.graphed(loss_with(mine), gradient_accumulation_steps=4)
+    for number in range(3):
+        x, y = batch(number)
+        total = 0.0
+        for rows in range(0, 8, 2):
+            with by_hand.autocast():
+                loss = loss_with(by_hand)(x[rows : rows + 2], y[rows : rows + 2]) / 4
+            by_hand.backward(loss)
+            total = total + loss.detach()
+        mine_outcome, outcome = fast(x, y=y), by_hand.step()
+        assert mine_outcome.grad_norm == outcome.grad_norm
+        assert torch.equal(fast.loss, total)
+    assert_equal(weights(mine), weights(by_hand))
+
+
+def test_accumulation_is_the_gradient_of_the_mean_loss_of_plain_torch():
+    run, plain = prepared("fp32", scheduled=False), mlp()
+    run.graphed(loss_with(run), gradient_accumulation_steps=2)(*batch(0))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    F.cross_entropy(plain(batch(0)[0]), batch(0)[1]).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer.step()
+    for mine, theirs in zip(run.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ((torch.zeros(9, 32), torch.zeros(9)), "of shape"),
+        ((torch.zeros(8, 32), torch.zeros(4)), "same multiple of 4"),
+        ((1,), "no tensor"),
+    ],
+)
+def test_inputs_without_equal_parts_are_refused(inputs, said):
+    run = prepared()
+    with pytest.raises(ConfigError, match=said):
+        run.graphed(loss_with(run), gradient_accumulation_steps=4)(*inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["bf16", SPLIT])
+def test_captured_accumulation_is_the_launched_one(policy, cuda):
+    captured, launched = (prepared(policy, device="cuda") for _ in range(2))
+    fast = captured.graphed(loss_with(captured), gradient_accumulation_steps=2)
+    for number in range(WARM_UP + 4):
+        x, y = batch(number, "cuda")
+        fast(x, y)
+        for part in range(2):
+            with launched.autocast():
+                loss = loss_with(launched)(x.chunk(2)[part], y.chunk(2)[part]) / 2
+            launched.backward(loss)
+        launched.step()
+    assert fast.captured
+    assert_equal(weights(captured), weights(launched))
+
+
 def test_inputs_may_be_words_of_a_batch_and_nested():
     run = prepared("fp32")
     seen = []

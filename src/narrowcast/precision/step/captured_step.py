@@ -86,6 +86,23 @@ def parse_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     return Inputs((args, kwargs), (tuple(tensors), tuple(form)), tuple(form))
 
 
+def check_divisible(inputs: Inputs, micro_batches: int) -> None:
+    """Raise if the inputs of a step cannot be split into equal micro-batches."""
+    shapes = {name: shape for name, shape, _ in inputs.signature[0] if len(shape)}
+    if micro_batches == 1:
+        return
+    rows = {shape[0] for shape in shapes.values()}
+    if len(rows) == 1 and not next(iter(rows)) % micro_batches:
+        return
+    shown = ", ".join(f"{name} of shape {tuple(shape)}" for name, shape in shapes.items())
+    raise ConfigError(
+        f"graphed(): gradient_accumulation_steps={micro_batches} splits every tensor along its "
+        f"first dimension, which must be the same multiple of {micro_batches}, got "
+        f"{shown or 'no tensor'}. Drop or pad the last batch, and use tensors without a batch "
+        "dimension in the function itself."
+    )
+
+
 def _check_no_graph(tensor: Tensor, name: str) -> None:
     if tensor.requires_grad:
         raise UnsupportedError(
@@ -180,6 +197,7 @@ class CapturedStep:
         *,
         step: Callable[[], Outcome],
         signatures: int,
+        micro_batches: int = 1,
         after: Callable[[Outcome], None] | None = None,
     ) -> None:
         if not callable(loss_fn):
@@ -189,7 +207,12 @@ class CapturedStep:
             )
         if signatures < 1:
             raise ConfigError(f"signatures must be at least 1, got {signatures}.")
+        if micro_batches < 1:
+            raise ConfigError(
+                f"gradient_accumulation_steps must be at least 1, got {micro_batches}."
+            )
         self._engine, self._loss_fn, self._most = engine, loss_fn, signatures
+        self._micro_batches = micro_batches
         self._step, self._after = step, after
         self.loss: Tensor | None = None
         """The loss of the last step, on the device; reading its value waits."""
@@ -230,11 +253,12 @@ class CapturedStep:
             raise ConfigError(
                 "A graphed step runs its own backward pass, but there are gradients already. Call "
                 "run.step() first to use them, or run.zero_grad() to drop them. For gradient "
-                "accumulation use run.backward(loss) and run.step()."
+                "accumulation write graphed(…, gradient_accumulation_steps=…)."
             )
         if self.loss is None:  # the first step: by now the model is wrapped, if it ever is
             _check_not_in_ddp(engine.model)
         inputs = parse_inputs(args, kwargs)
+        check_divisible(inputs, self._micro_batches)
         self._check_changing_numbers(inputs)
         if self._on_gpu:
             with torch.cuda.device(self._device):  # that of captures is the current one
@@ -314,13 +338,25 @@ class CapturedStep:
             return self._step(), loss
 
     def _passes(self, batches: Any) -> Tensor:
-        """Queue a forward and a backward pass."""
-        ((args, kwargs),) = map_tensors(list(batches), Tensor.detach)
-        with self._engine.autocast():
-            loss = self._loss_fn(*args, **kwargs)
-        check_loss(loss)
-        self._engine.backward(loss, name="loss", retain_graph=False)
-        return loss.detach()
+        """Queue a forward and a backward pass per micro-batch; return the mean loss."""
+        (whole,) = map_tensors(list(batches), Tensor.detach)
+        mean: Tensor | None = None
+        for index in range(self._micro_batches):
+            args, kwargs = whole if self._micro_batches == 1 else self._part(whole, index)
+            with self._engine.autocast():
+                loss = self._loss_fn(*args, **kwargs)
+            check_loss(loss)
+            if self._micro_batches > 1:
+                loss = loss / self._micro_batches
+            self._engine.backward(loss, name="loss", retain_graph=False)
+            mean = loss.detach() if mean is None else mean + loss.detach()
+            del loss  # its graph would hold the micro-batch's activations through the next
+        assert mean is not None
+        return mean
+
+    def _part(self, whole: Any, index: int) -> Any:
+        """Return a micro-batch: an equal part of every tensor's rows."""
+        return map_tensors(whole, lambda t: t.chunk(self._micro_batches)[index] if t.dim() else t)
 
     def _rehearse(self, batches: Any) -> Tensor:
         """Queue the passes as a capture will; refuse what could not be captured."""

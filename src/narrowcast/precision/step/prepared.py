@@ -258,7 +258,13 @@ class Prepared:
             packed = engine.queue_update(present, metered=metered)
         return engine.end_step(packed, present, metered=metered)
 
-    def graphed(self, loss_fn: Callable[..., Tensor], *, signatures: int = 4) -> CapturedStep:
+    def graphed(
+        self,
+        loss_fn: Callable[..., Tensor],
+        *,
+        signatures: int = 4,
+        gradient_accumulation_steps: int = 1,
+    ) -> CapturedStep:
         """Return a callable that takes whole steps, replayed as CUDA graphs on a GPU.
 
         Args:
@@ -266,12 +272,21 @@ class Prepared:
                 `autocast()`. Python code in it runs once per signature.
             signatures: How many combinations of input shapes, dtypes and plain values are captured.
                 Each capture holds the memory of one step.
+            gradient_accumulation_steps: Number of micro-batches per step. Every tensor is split
+                along its first dimension into so many equal parts, and the mean of their losses is
+                trained. A step needs the activations of one micro-batch.
 
         Returns:
             The step: call it with the arguments of `loss_fn`. It raises `UnsupportedError` if
             DistributedDataParallel wraps the model.
         """
-        return CapturedStep(self.engine, loss_fn, step=self.step, signatures=signatures)
+        return CapturedStep(
+            self.engine,
+            loss_fn,
+            step=self.step,
+            signatures=signatures,
+            micro_batches=gradient_accumulation_steps,
+        )
 
     def scheduler_step(self, metric: float | Tensor) -> None:
         """Step the `ReduceLROnPlateau` passed to `prepare` with a metric, after an evaluation.
