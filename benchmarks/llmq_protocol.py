@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import narrowcast as nc
+from narrowcast.precision.plan.memory import block_names
 from narrowcast.runs import describe_machine
 from sft_contenders.processes import measure_in_turn
 
@@ -95,6 +96,9 @@ WAYS = {
     "fp8, int8 moments, selective": Way(
         f"fp8-delayed, {SPLIT}, moments=int8", recompute="selective", models=BIG
     ),
+    "fp8, int8 moments, auto": Way(
+        f"fp8-delayed, {SPLIT}, moments=int8", recompute="auto", models=BIG
+    ),
     "fp8, int8 moments, blocks": Way(
         f"fp8-delayed, {SPLIT}, moments=int8", recompute="blocks", models=BIG
     ),
@@ -114,6 +118,12 @@ def build(shape: Shape, device: torch.device) -> nn.Module:
     return model.train()
 
 
+def example(shape: Shape) -> dict[str, Tensor]:
+    """Return a micro-batch without memory."""
+    ids = torch.zeros(shape.rows, shape.length, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Train one row; return its tokens per second and peak memory."""
     shape, way = SHAPES[job["model"]], WAYS[job["row"]]
@@ -126,9 +136,16 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         gemm_rows=shape.rows * shape.length,
         execution="eager" if small else "compiled",
         memory=nc.Memory(activation_checkpointing=way.recompute),
+        batch=example(shape) if way.recompute == "auto" else None,
+        gradient_accumulation_steps=2 if way.recompute == "auto" else 1,
     )
     run = nc.prepare(model, optimizer, policy=plan, clip_norm=1.0)
-    forward: Any = model if small else torch.compile(model)
+    forward: Any = model
+    if not small and way.recompute in ("auto", "blocks"):
+        for name in block_names(model):  # in a whole compiled model they would run uncompiled
+            model.get_submodule(name).compile()
+    elif not small:
+        forward = torch.compile(model)
     micro_batches = 4 if small else TOKENS_PER_STEP // (shape.rows * shape.length)
     generator = torch.Generator(device).manual_seed(0)
     vocab = shape.config["vocab_size"]
@@ -155,7 +172,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         print("ready", flush=True)
         sys.stdin.readline()
     seconds, loss = timed(partial(optimizer_step, micro_batches), job["steps"], device)
-    tokens = micro_batches * shape.rows * shape.length
+    tokens, predicted = micro_batches * shape.rows * shape.length, plan.memory.predicted
     return {
         "tokens_per_second": tokens / seconds,
         "seconds_per_step": seconds,
@@ -166,7 +183,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "policy": str(plan.policy),
         "fp8_layers": sum("fp8" in module.bytes for module in plan.modules),
-        "recompute": way.recompute,
+        "recompute": plan.memory.chosen or way.recompute,
+        "predicted_bytes": predicted.allocated if predicted else None,
         "skipped": run.stats().skipped,
     }
 
