@@ -1,7 +1,7 @@
 """Predicted and measured memory and time of training steps, with other tools beside them.
 
 Run: python benchmarks/memory_prediction.py [--against FILE …] [--only NAME …] [--advice N]
-                                            [--json PATH]
+                                            [--rss] [--json PATH]
 
 On a GPU, 14 rows are measured, each in a process of its own: models of the zoo through
 `nc.prepare`, in bf16 and fp8, eager and graphed, with activation checkpointing and 8-bit moments.
@@ -9,10 +9,13 @@ Without a GPU, tiny models are measured on the CPU, where the peak is that of co
 `--against` compares predictions with the peaks in files of `narrowcast bench models --json`
 instead, for the GPU that they name. Beside each row: torch's MemTracker of one eager step on fake
 tensors (CPU rows), and accelerate's rule for Adam, four times the fp32 weights. `--advice` takes so
-many random recipes that do not fit `memory.limit`, and follows the first advice.
+many random recipes that do not fit `memory.limit`, and follows the first advice. `--rss` compares
+predictions with the growth of the resident memory of processes that train on a CPU.
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import random
 import subprocess
@@ -39,7 +42,8 @@ from narrowcast.runs import describe_machine
 
 SPLIT = "bf16, params=bf16, master=split"
 FP8 = "fp8-delayed, params=bf16, master=split"
-WAYS = {"bf16": "bf16", "bf16 + split": SPLIT, "fp8-delayed + split": FP8}
+WAYS = {"AMP": "bf16", "bf16": "bf16", "bf16 + split": SPLIT, "fp8-delayed + split": FP8}
+"""Policies of the ways of `narrowcast bench models`; torch's AMP is bf16 without fused pieces."""
 ROWS = [
     ("llama-348m", SPLIT, "eager", "none"),
     ("llama-348m", SPLIT, "graphed", "none"),
@@ -60,6 +64,19 @@ CPU_ROWS = [
     (name, policy, "eager", "none")
     for name in ("llama-348m", "bert-base", "vit-l", "resnet-50", "unet", "lstm", "encoder")
     for policy in ("fp32", SPLIT)
+]
+
+LM = ["device=cpu", "steps=2", "eval.every=0", "model.vocab=8192", "data.text=synthetic"]
+RSS_ROWS = [
+    [*LM, "model.layers=6", "model.width=512", "model.heads=8", "data.length=256", *more]
+    for more in (
+        ["batch_size=8", "precision.policy=fp32"],
+        ["batch_size=2", "precision.policy=fp32", "gradient_accumulation_steps=4"],
+        ["batch_size=8", "precision.policy=fp32", "memory.activation_checkpointing=blocks"],
+        ["batch_size=16", "precision.policy=fp32", "ema.decay=0.9"],
+        ["batch_size=4", "precision.policy=bf16"],
+        ["batch_size=4", "precision.policy=bf16, params=bf16, master=split"],
+    )
 ]
 
 
@@ -95,13 +112,26 @@ class CountedStorages(TorchDispatchMode):
 
 
 def predicted(
-    name: str, policy: str, mode: Any, checkpointing: Any, *, hardware: Any, quick: bool
+    name: str,
+    policy: str,
+    mode: Any,
+    checkpointing: Any,
+    *,
+    hardware: Any,
+    quick: bool,
+    fuse: Any = "auto",
 ) -> dict[str, Any]:
     built = ZOO[name].build(torch.device("cpu" if quick else "meta"), quick=quick)
     memory = nc.Memory(activation_checkpointing=checkpointing)
     began = time.process_time()
     plan = make_plan(
-        built.model, policy, hardware=hardware, execution=mode, memory=memory, gemm_rows=16384
+        built.model,
+        policy,
+        hardware=hardware,
+        execution=mode,
+        memory=memory,
+        gemm_rows=16384,
+        fuse=fuse,
     )
     step = estimate_step(
         built.model, plan, batch=built.inputs, loss=lambda m, batch: built.loss_fn(m, *batch)
@@ -198,7 +228,10 @@ def against(path: Path, only: list[str]) -> list[dict[str, Any]]:
         name, way, mode = row["model"], row["way"], row["mode"]
         if way not in WAYS or name not in ZOO or name == "gpt-406m" or (only and name not in only):
             continue
-        result = predicted(name, WAYS[way], mode, "none", hardware=hardware, quick=False)
+        if way == "AMP" and mode != "eager":
+            continue  # a compiled model casts its weights itself
+        fuse = "none" if way == "AMP" else "auto"
+        result = predicted(name, WAYS[way], mode, "none", hardware=hardware, quick=False, fuse=fuse)
         peak = {"allocated": row["peak_bytes"], "ms": row["ms"]}
         rows.append(show({"row": [name, way, mode], "commit": commit}, result, peak))
     return rows
@@ -252,23 +285,73 @@ def follow_advice(count: int) -> list[dict[str, Any]]:
     return rows
 
 
+def resident(key: str) -> int:
+    """Return a size in /proc/self/status."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def growth(terms: list[str]) -> int:
+    """Return how much resident memory a run takes at its peak; a small run loads what all need."""
+    small = ["model.layers=1", "model.width=64", "batch_size=1", "data.length=64"]
+    kept = [each for each in terms if each.partition("=")[0] not in ("batch_size", "data.length")]
+    for each in ([*kept, *small], terms):
+        loaded = nc.load_recipe("quickstart", each)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins here
+        nc.train(loaded).finish(progress=False)
+    return resident("VmHWM") - before
+
+
+def resident_rows() -> list[dict[str, Any]]:
+    rows = []
+    for terms in RSS_ROWS:
+        loaded = nc.load_recipe("quickstart", terms)
+        memory = predict(loaded.recipe, detect_hardware("cpu")).memory
+        assert memory is not None
+        command = [sys.executable, __file__, "--rss-worker", json.dumps(terms)]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            print(*terms, "failed:", ended.stderr.strip().splitlines()[-1], flush=True)
+            continue
+        measured_bytes = int(ended.stdout.splitlines()[-1])
+        error = memory.allocated / measured_bytes - 1
+        print(*terms[len(LM) :], f"{measured_bytes:,} bytes: {error:+.1%}", flush=True)
+        rows.append(
+            {
+                "settings": terms,
+                "predicted": memory.allocated,
+                "measured": measured_bytes,
+                "error": error,
+            }
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--against", type=Path, nargs="*", default=[])
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--advice", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--rss", action="store_true")
+    parser.add_argument("--rss-worker", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         print(json.dumps(measured(*json.loads(options.worker))))
+        return
+    if options.rss_worker:
+        print(growth(json.loads(options.rss_worker)))
         return
     gpu = torch.cuda.is_available()
     result: dict[str, Any] = {"environment": describe_machine(), "rows": []}
     for path in options.against:
         result["rows"] += against(path, options.only)
     hardware = detect_hardware("auto")
-    rows = [] if options.against or options.advice else ROWS if gpu else CPU_ROWS
+    rows = [] if options.against or options.advice or options.rss else ROWS if gpu else CPU_ROWS
     for row in rows:
         if options.only and row[0] not in options.only:
             continue
@@ -283,6 +366,8 @@ def main() -> None:
         result["rows"].append(show({"row": list(row), **more}, guess, peak))
     if options.advice:
         result["advice"] = follow_advice(options.advice)
+    if options.rss:
+        result["resident"] = resident_rows()
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -17,6 +17,7 @@ from narrowcast.runner.fitting import (
     describe_exhaustion,
     fit,
     fit_notices,
+    largest_model,
     predict,
 )
 
@@ -48,6 +49,23 @@ def test_run_that_does_not_fit_is_refused_with_advice(whole: int) -> None:
     limit = f"memory.limit={whole * 6 // 10}B"
     with pytest.raises(UnsupportedError, match=r"does not fit(?s:.*)batch_size="):
         nc.train(recipe(limit))
+
+
+def test_largest_model_fits_and_a_larger_one_does_not() -> None:
+    def needed(*more: str) -> int:
+        memory = predict(recipe("model.layers=4", *more).recipe, CPU).memory
+        assert memory is not None
+        return memory.needed
+
+    limit = 3 * needed()
+    loaded = recipe("model.layers=4", f"memory.limit={limit}B")
+    most = largest_model(loaded.recipe, CPU, predict(loaded.recipe, CPU))
+    assert most is not None
+    assert most.blocks == 4
+    assert needed(f"model.layers={most.most_blocks}") <= 1.03 * limit
+    assert needed(f"model.layers={round(1.1 * most.most_blocks)}") > limit
+    wide = round(64 * most.width / 8) * 8
+    assert needed(f"model.width={wide}") == pytest.approx(limit, rel=0.15)
 
 
 @pytest.mark.parametrize("share", [0.55, 0.75])

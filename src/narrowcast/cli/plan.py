@@ -1,5 +1,7 @@
 """`narrowcast plan`: which module would get which formats here, and why, before anything runs."""
 
+from dataclasses import asdict
+
 import click
 from click.exceptions import Exit
 
@@ -23,8 +25,7 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
     The plan is made from the model's shapes. No weights are allocated and no data is read. With a
     precision.schedule, every phase is shown. With parallel.ranks, memory and traffic per rank are
     predicted. Memory and time of a step are predicted too, and exit code 3 says that it does not
-    fit. hardware=h200 (a100, h100, b200, l4, l40s, rtx4090) plans for a GPU that this machine
-    does not have.
+    fit. hardware=h200 plans for a GPU that this machine does not have; a wrong name lists all.
     """
     from narrowcast.workloads import load_recipe
 
@@ -43,6 +44,7 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
             budget,
             choose_recomputed,
             largest_batch,
+            largest_model,
             predict,
             refusal,
         )
@@ -64,7 +66,8 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
             if too_large and limit and not as_json
             else []
         )
-        most = None if as_json else largest_batch(loaded.recipe, hardware, prediction)
+        most = largest_batch(loaded.recipe, hardware, prediction)
+        model = largest_model(loaded.recipe, hardware, prediction)
     from narrowcast.cli.view.plan_view import (
         print_phases,
         print_plan,
@@ -82,6 +85,10 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
 
         info = plan_json(loaded.recipe, plans, task_row=by_task.row)
         info |= {"predicted": {**prediction.to_json(), "budget": limit, "fits": not too_large}}
+        info["predicted"] |= {
+            "largest_batch": most,
+            "largest_model": None if model is None else asdict(model),
+        }
         click.echo(strict_json.dumps(info, indent=2))
         _check_fits(too_large)
         return
@@ -98,7 +105,9 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
             console.print()
         print_plan(console, plan, title=title, every=every)
     print_ranks(console, ranks_row(loaded.recipe, plans[0]))
-    print_prediction(console, prediction, steps=loaded.recipe.steps, limit=limit, batch=most)
+    print_prediction(
+        console, prediction, steps=loaded.recipe.steps, limit=limit, batch=most, model=model
+    )
     if too_large and memory is not None and limit is not None:
         raise UnsupportedError(refusal(memory, hardware, advice, limit=limit))
 

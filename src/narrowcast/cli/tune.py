@@ -66,8 +66,8 @@ def tune(
 
     Measures how far 8-bit and 16-bit formats move the update of each group of layers, adds the
     time that they save, and searches exactly. A short check run confirms or withdraws the choice.
-    hardware=h200 (a100, h100, b200, l4, l40s, rtx4090) tunes for a GPU that this machine does not
-    have. Train with the result by precision.policy=@FILE.
+    hardware=h200 tunes for a GPU that this machine does not have; a wrong name lists all. Train
+    with the result by precision.policy=@FILE.
     """
     from narrowcast.workloads import load_recipe
 

@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from narrowcast.config import Recipe
+from narrowcast.errors import UnsupportedError
 from narrowcast.hardware.catalog import find_data_sheet
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import FP8_FORMATS
@@ -19,10 +20,13 @@ WARM_UP = 3
 """Steps that do not count: they compile, capture and allocate."""
 
 
-def flops_per_item(recipe: Recipe, task: Task) -> float | None:
-    """Return the model FLOPs of both passes per item, from shapes; None if they cannot be counted.
+def flops_per_item(recipe: Recipe, task: Task) -> float:
+    """Return the model FLOPs of both passes per item, from shapes.
 
     Matrix products, convolutions and attention count. What is computed again does not.
+
+    Raises:
+        UnsupportedError: The workload needs values, not shapes, or has no such operations.
     """
     device = torch.device("meta")
     try:
@@ -35,20 +39,27 @@ def flops_per_item(recipe: Recipe, task: Task) -> float | None:
             loss = shapes.loss(shapes.model, batch)
             whole = loss.total if isinstance(loss, LossParts) else loss
             whole.backward()
-    except Exception:  # noqa: BLE001  # of a workload whose loss needs values, not shapes
-        return None
-    return counter.get_total_flops() / items if items else None
+    except Exception as error:  # the loss of a workload may need values
+        text = str(error).partition("\n")[0]
+        raise UnsupportedError(f"they need values, not shapes ({text})") from error
+    total: int = counter.get_total_flops()
+    if not items or not total:
+        raise UnsupportedError("no matrix products, convolutions or attention were seen")
+    return total / items
 
 
 def achieved_line(recipe: Recipe, task: Task, plan: Plan, rates: Sequence[float]) -> str:
-    """Return what share of the peak rate the median step reached; empty if nothing is known.
+    """Return what share of the peak rate the median step reached; empty after too few steps.
 
     `rates` are the items per second of each step.
     """
     rates = rates[WARM_UP:]
-    flops = flops_per_item(recipe, task) if rates else None
-    if flops is None:
+    if not rates:
         return ""
+    try:
+        flops = flops_per_item(recipe, task)
+    except UnsupportedError as error:
+        return f"no share of the peak rate, because model FLOPs cannot be counted: {error}"
     per_second = statistics.median(rates) / running_ranks()
     rate, hardware = flops * per_second / 1e12, plan.hardware
     text = f"{_rate_text(rate)} of model FLOPs in the median step"

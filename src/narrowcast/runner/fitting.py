@@ -352,6 +352,67 @@ def largest_batch(recipe: Recipe, hardware: Hardware, prediction: Prediction) ->
     return max(math.floor(room * recipe.batch_size / growing), 0) if growing else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class LargestModel:
+    """About how large a model of the same kind fits."""
+
+    blocks: int
+    """Repeated blocks of the model as it is."""
+    most_blocks: int
+    width: float
+    """How many times as wide all layers could be, with as many blocks."""
+
+
+def largest_model(
+    recipe: Recipe, hardware: Hardware, prediction: Prediction
+) -> LargestModel | None:
+    """Return about how deep or wide a model would fit; None if unknown.
+
+    A block more adds the weights and activations of one. Wider layers have weights by the square of
+    the width, and activations by the width.
+    """
+    limit, memory = budget(recipe, hardware), prediction.memory
+    if limit is None or memory is None or recipe.parallel.ranks not in (None, 1):
+        return None
+    plan = next(each for each in prediction.plans if each.memory.predicted is not None)
+    names = _repeated([module.name for module in plan.modules])
+    if not names:
+        return None
+    weights = 0.0
+    for role, total in plan.bytes.items():
+        if total and role in memory.roles:
+            inside = sum(m.bytes.get(role, 0) for m in plan.modules if _block(m.name) in names)
+            weights += memory.roles[role] * inside / total
+    activations = sum(n for name, n in memory.modules.items() if _block(name) in names)
+    growing = sum(memory.roles.get(role, 0) for role in ("activations", "temporaries"))
+    room = limit - (memory.needed - weights - growing)  # for what grows with the width
+    width = (math.hypot(growing, 2 * math.sqrt(max(weights * room, 0))) - growing) / (2 * weights)
+    per_block = (weights + activations) / len(names)
+    more = math.floor((limit - memory.needed) / per_block)
+    return LargestModel(blocks=len(names), most_blocks=max(len(names) + more, 0), width=width)
+
+
+def _block(name: str) -> str:
+    """Return the name up to its first number: the block that a module is in."""
+    parts = name.split(".")
+    ends = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: ends[0] + 1]) if ends else ""
+
+
+def _repeated(names: Sequence[str]) -> set[str]:
+    """Return the names of the largest group of blocks with the same modules inside."""
+    inside: dict[str, set[str]] = {}
+    for name in names:
+        if block := _block(name):
+            inside.setdefault(block, set()).add(name.removeprefix(block))
+    groups: dict[tuple[str, frozenset[str]], set[str]] = {}
+    for block, modules in inside.items():
+        key = block.rpartition(".")[0], frozenset(modules)
+        groups.setdefault(key, set()).add(block)
+    largest = max(groups.items(), key=lambda item: len(item[1]) * len(item[0][1]), default=None)
+    return largest[1] if largest is not None and len(largest[1]) > 1 else set()
+
+
 def _step(recipe: Recipe, task: Task, plan: Plan) -> StepEstimate:
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         value = task.loss(model, batch)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import narrowcast as nc
+from narrowcast.bench.zoo.models import ZOO
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware.catalog import named_hardware
 
@@ -228,6 +229,27 @@ def test_peak_of_gpt_350m_on_an_h200_is_predicted_within_five_percent() -> None:
     assert plan.memory.predicted.allocated == pytest.approx(row["peak_bytes"], rel=0.05)
     assert plan.fits("24GiB")
     assert not plan.fits("15GB")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("bert-base", "eager"), ("bert-base", "compiled"), ("resnet-50", "compiled")]
+)
+def test_peaks_of_models_on_an_h200_are_predicted_within_one_percent(name: str, mode: Any) -> None:
+    pytest.importorskip("transformers")
+    rows = json.loads((RESULTS / "models-h200.json").read_text())["rows"]
+    key = (name, "bf16 + split", mode)
+    (measured,) = [r["peak_bytes"] for r in rows if (r["model"], r["way"], r["mode"]) == key]
+    built = ZOO[name].build(torch.device("meta"), quick=False)
+    plan = nc.plan(
+        built.model,
+        "bf16, params=bf16, master=split",
+        hardware=named_hardware("h200"),
+        execution=mode,
+        batch=built.inputs,
+        loss_fn=lambda model, batch: built.loss_fn(model, *batch),
+    )
+    assert plan.memory.predicted is not None
+    assert plan.memory.predicted.allocated == pytest.approx(measured, rel=0.01)
 
 
 def test_prediction_leaves_model_and_batch_as_they_were() -> None:

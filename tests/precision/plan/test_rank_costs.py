@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.errors import ConfigError
-from narrowcast.hardware.catalog import GPUS, named_hardware
+from narrowcast.hardware.catalog import GPUS, find_data_sheet, named_hardware
 from narrowcast.precision.plan.rank_costs import choose_strategy, rank_costs
 
 RANKS = 8
@@ -89,9 +90,28 @@ def test_hsdp_shards_within_a_machine_and_reduces_shards_between_machines():
 @pytest.mark.parametrize("name", GPUS)
 def test_policy_for_a_gpu_by_name_is_native_as_its_generation_allows(name):
     hardware = named_hardware(name)
-    assert hardware.support("bf16").how == "native"
+    assert hardware.support("fp16").how == "native"
+    bf16 = "native" if hardware.capability >= (8, 0) else "emulated"
+    assert hardware.support("bf16").how == bf16
     fp8 = "native" if hardware.capability >= (8, 9) else "emulated"
     assert hardware.support("e4m3").how == fp8
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_rates_of_a_gpu_double_as_formats_halve(name):
+    rates = GPUS[name].tflops
+    assert ("fp8" in rates) == (GPUS[name].capability >= (8, 9))
+    assert ("bf16" in rates) == (GPUS[name].capability >= (8, 0))
+    for narrow, wide in (("fp8", "fp16"), ("bf16", "tf32")):  # without sparsity, for each of them
+        if narrow in rates:
+            assert rates[narrow] == pytest.approx(2 * rates[wide], rel=0.03)
+
+
+def test_data_sheet_is_that_of_this_very_gpu_and_not_of_a_similar_name():
+    l4, l40s = named_hardware("l4"), named_hardware("l40s")
+    assert find_data_sheet(l40s) is GPUS["l40s"]
+    slice_of_one = dataclasses.replace(l4, name="NVIDIA A100-SXM4-80GB MIG 3g.40gb")
+    assert find_data_sheet(slice_of_one) is None
 
 
 def test_unknown_gpu_names_the_known_ones():

@@ -14,7 +14,7 @@ from narrowcast.precision.plan.fusing import piece_lines
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.report.layers import Layer, bare_reason, layers, width
 from narrowcast.report.phrases import count, duration, large, size, written
-from narrowcast.runner.fitting import Prediction
+from narrowcast.runner.fitting import LargestModel, Prediction
 from narrowcast.training.phase_plans import get_phases, phases_json
 
 COLOURS = {"full": "", "half": "cyan", "eight": "magenta", "four": "red", "other": ""}
@@ -98,7 +98,13 @@ def print_ranks(console: Console, row: Mapping[str, Any] | None) -> None:
 
 
 def print_prediction(
-    console: Console, prediction: Prediction, *, steps: int, limit: int | None, batch: int | None
+    console: Console,
+    prediction: Prediction,
+    *,
+    steps: int,
+    limit: int | None,
+    batch: int | None,
+    model: LargestModel | None,
 ) -> None:
     """Print the predicted memory and time of a step, and what limits them."""
     memory, seconds = prediction.memory, prediction.seconds
@@ -115,6 +121,11 @@ def print_prediction(
         verdict = "fits" if memory.needed <= limit else "does not fit"
         most = {None: "", 0: "; no batch fits"}.get(batch, f"; largest batch_size: about {batch}")
         say(console, "budget", f"{verdict}: {size(memory.needed)} of {size(limit)}{most}")
+        if model is not None and model.most_blocks:
+            wide = (
+                f"{model.most_blocks} blocks (this has {model.blocks}), or {model.width:.2g} times"
+            )
+            say(console, "", f"largest model with this batch: about {wide} the width")
     if seconds is not None:
         each = f"{duration(seconds.seconds)} per step, bound by {seconds.bound}"
         say(console, "takes", f"{each}; {steps} steps: {duration(steps * seconds.seconds)}")

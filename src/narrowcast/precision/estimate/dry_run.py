@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import ConfigError, UnsupportedError
+from narrowcast.precision.estimate.compiled import compiled_step
 from narrowcast.precision.estimate.ledger import Block, Ledger, Op, find_peak
 from narrowcast.precision.estimate.stand_in import StandIn, without_device
 from narrowcast.precision.nested import map_tensors, tensors_in
@@ -29,6 +30,8 @@ CONTEXT = 512 * 2**20
 _WORKSPACE = {9: 32 * 2**20, 10: 32 * 2**20}
 """Bytes of torch's cuBLAS workspace by major compute capability: `CUBLASLt_WORKSPACE` defaults."""
 _SMALL_WORKSPACE = 8_519_680
+_THREADS = 2
+"""Each thread that multiplies has a workspace: the caller's, and the one of backward passes."""
 _PART = 64 * 2**20
 """Bytes of moments that the device holds of offloaded ones, in two parts; a large weight is one."""
 
@@ -131,18 +134,16 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def _without_offload(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     """Return a plan whose tensors all stay on the device, and what is approximate then."""
-    notes = []
-    if plan.execution == "compiled":
-        notes.append("compiled steps are predicted as eager, so at most what the compiler fuses")
+    notes: tuple[str, ...] = ()
     memory = plan.memory.requested
     if not memory.offload:
-        return plan, tuple(notes)
+        return plan, notes
     if "activations" in memory.offload:
-        notes.append("offloaded activations are taken as all but those of two blocks")
+        notes = ("offloaded activations are taken as all but those of two blocks",)
     stays = Memory(activation_checkpointing=memory.activation_checkpointing)
     if stays.by_block:
         stays = replace(stays, blocks=memory.blocks)
-    return replace(plan, memory=replace(plan.memory, requested=stays, on_host=0)), tuple(notes)
+    return replace(plan, memory=replace(plan.memory, requested=stays, on_host=0)), notes
 
 
 class _Rehearsal:
@@ -153,8 +154,10 @@ class _Rehearsal:
         self._stack: list[str] = []
         self.mode = StandIn(plan.hardware.device)
         self.ledger = Ledger(lambda: self._stack[-1] if self._stack else "")
+        self.mode.launched = self.ledger.launched
         self._first_of_last = 0
         self._rows = plan.rows
+        self.recurrent = False
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> "_Rehearsal":
@@ -201,6 +204,7 @@ class _Rehearsal:
     ) -> None:
         """Prepare the model and run two steps."""
         mode, ledger = self.mode, self.ledger
+        self.recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
         mode.reads_allowed = True
         for role, tensors in (
             ("params", model.parameters()),
@@ -221,6 +225,7 @@ class _Rehearsal:
         for step in range(2):
             self._first_of_last = len(ledger.events)
             ledger.ops.clear()
+            ledger.calls.clear()
             for _ in range(min(micro_batches, 1 + step)):
                 ledger.phase = "forward"
                 with run.autocast():
@@ -288,6 +293,11 @@ class _Rehearsal:
         for block in self.ledger.blocks:
             block.role = block.role or _role(block)
         blocks, events = self.ledger.blocks, self.ledger.events
+        ops = self.ledger.ops
+        if plan.execution == "compiled" and self.recurrent:
+            notes = (*notes, "compiled steps of recurrent layers are predicted as eager")
+        elif plan.execution == "compiled":
+            events, ops = compiled_step(self.ledger, after=self._first_of_last, gpu=gpu)
         peak = find_peak(blocks, events, gpu=gpu, after=self._first_of_last)
         roles = {role: size for role, size in peak.roles.items() if size}
         allocated, reserved = peak.allocated, peak.reserved
@@ -298,9 +308,10 @@ class _Rehearsal:
         reserved -= sum(saved.values())
         if gpu:
             major = (plan.hardware.capability or (0, 0))[0]
-            roles["workspace"] = _WORKSPACE.get(major, _SMALL_WORKSPACE)
+            each = _WORKSPACE.get(major, _SMALL_WORKSPACE)
+            roles["workspace"] = _THREADS * each
             allocated += roles["workspace"]
-            reserved += -(-roles["workspace"] // 2**21) * 2**21
+            reserved += _THREADS * -(-each // 2**21) * 2**21
         memory = MemoryEstimate(
             allocated=allocated,
             reserved=max(reserved, allocated),
@@ -309,7 +320,7 @@ class _Rehearsal:
             modules=peak.modules,
             notes=(*notes, *([ASSUMED] if self.mode.assumed else [])),
         )
-        return StepEstimate(memory=memory, ops=tuple(self.ledger.ops), rows=self._rows)
+        return StepEstimate(memory=memory, ops=tuple(ops), rows=self._rows)
 
 
 def _role(block: Block) -> str:

@@ -1,6 +1,7 @@
 """What a step allocates and frees: counted by storage, and played to a model of the allocator."""
 
 import bisect
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,25 @@ class Op:
     module: str
 
 
+@dataclass(frozen=True)
+class Call:
+    """One operation: the storages that it reads and makes, by their place."""
+
+    name: str
+    phase: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    changes: tuple[int, ...]
+    """Storages that it writes to."""
+    pointwise: bool
+    end: int
+    """Place of the first event after it."""
+    op: int | None = None
+    """Place of its entry among the operations, for their time."""
+    padded: tuple[tuple[int, int], ...] = ()
+    """Operands of odd sizes, and their bytes with the sizes that tensor cores take."""
+
+
 @final
 class Ledger(TorchDispatchMode):
     """Sees every operation on stand-ins, and notes what it allocates."""
@@ -50,6 +70,7 @@ class Ledger(TorchDispatchMode):
         self.events: list[int] = []
         """Place of a block that is made, or minus that less one when it is freed."""
         self.ops: list[Op] = []
+        self.calls: list[Call] = []
         self._live: dict[int, tuple[Any, int]] = {}
         self._module = module
 
@@ -64,8 +85,10 @@ class Ledger(TorchDispatchMode):
                 kwargs["device"] = torch.device("meta")
             kwargs.pop("pin_memory", None)
             held = self._temporaries(func, args, kwargs)
-            result = func(*args, **kwargs)
+            result = _laid_out(func, args, func(*args, **kwargs))
+            first = len(self.blocks)
             self._note(func, args, kwargs, result)
+            self._call(func, args, kwargs, range(first, len(self.blocks)))
             self.events += [-1 - index for index in held]
             return result
 
@@ -108,6 +131,51 @@ class Ledger(TorchDispatchMode):
         self.events += held
         return held
 
+    def launched(self, tensors: Sequence[Any]) -> None:
+        """Note a kernel of our own that is not an operator: it may write to any of its tensors."""
+        with torch._C.DisableTorchFunction():
+            places = self._places(tensors)
+            if self.phase in ("forward", "backward"):
+                self.calls.append(
+                    Call("launch", self.phase, places, (), places, False, len(self.events))
+                )
+
+    def _places(self, values: Any) -> tuple[int, ...]:
+        storages = (t.untyped_storage() for t in tree_leaves(values) if isinstance(t, Tensor))
+        places = dict.fromkeys(self._index(each) for each in storages)
+        return tuple(each for each in places if each is not None)
+
+    def _call(self, func: Any, args: Any, kwargs: Any, outputs: range) -> None:
+        schema = func._schema
+        if self.phase not in ("forward", "backward") or not (outputs or schema.is_mutable):
+            return
+        written = [
+            args[i] if i < len(args) else kwargs.get(each.name)
+            for i, each in enumerate(schema.arguments if schema.is_mutable else ())
+            if each.alias_info is not None and each.alias_info.is_write
+        ]
+        self.calls.append(
+            Call(
+                name=schema.name,
+                phase=self.phase,
+                inputs=self._places((args, kwargs)),
+                outputs=tuple(outputs),
+                changes=self._places(written),
+                pointwise=torch.Tag.pointwise in func.tags,
+                end=len(self.events),
+                op=len(self.ops) - 1,
+                padded=tuple(self._padded(schema.name, args)),
+            )
+        )
+
+    def _padded(self, name: str, args: Any) -> Iterator[tuple[int, int]]:
+        for each in {"aten::mm": args[:2], "aten::addmm": args[1:3]}.get(name, ()):
+            even = 16 // each.itemsize
+            shape = [-(-size // even) * even for size in each.shape]
+            place = self._index(each.untyped_storage())
+            if shape != list(each.shape) and place is not None:
+                yield place, math.prod(shape) * each.itemsize
+
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.is_meta]
         new = False
@@ -128,6 +196,30 @@ class Ledger(TorchDispatchMode):
             if func._schema.name == "narrowcast::linear_cross_entropy":
                 count, dtype = _loss_flops(*args), args[5]
             self.ops.append(Op(func._schema.name, self.phase, count, moved, dtype, self._module()))
+
+
+def _laid_out(func: Any, args: Any, result: Any) -> Any:
+    """Return results in the layout of a device: the meta device overlooks that of the weight."""
+    if func._schema.name == "aten::convolution":
+        return _like_weight(result, args[1])
+    if func._schema.name == "aten::convolution_backward":
+        grad_x, *rest = result
+        return (_like_weight(grad_x, args[2]), *rest)
+    return result
+
+
+def _like_weight(result: Any, weight: Tensor) -> Any:
+    last = torch.channels_last
+    if result is None or not _is_last(weight) or result.is_contiguous(memory_format=last):
+        return result
+    return torch.empty_like(result, memory_format=last)
+
+
+def _is_last(weight: Tensor) -> bool:
+    """Return whether a weight has channels last, by its strides where its shape allows both."""
+    from torch._prims_common import suggest_memory_format
+
+    return weight.dim() == 4 and suggest_memory_format(weight) == torch.channels_last
 
 
 def _flops() -> dict[Any, Callable[..., int]]:
@@ -176,10 +268,9 @@ def _convolution_backward(
 
 
 def _relaid(*tensors: Tensor, like: Tensor) -> Iterator[int]:
-    last = torch.channels_last
-    if like.dim() == 4 and like.is_contiguous(memory_format=last) and not like.is_contiguous():
+    if _is_last(like):
         for each in tensors:
-            if not each.is_contiguous(memory_format=last):
+            if not each.is_contiguous(memory_format=torch.channels_last):
                 yield each.numel() * each.itemsize
 
 

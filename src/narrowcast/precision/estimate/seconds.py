@@ -94,7 +94,8 @@ def _kind(op: Op) -> str:
 
 def _rate(dtype: torch.dtype | None, gpu: Gpu) -> float:
     """Return the products of a format per second, in 10¹² operations."""
-    narrow = gpu.tflops["bf16"]
+    plain = gpu.tflops["fp32"]
     if dtype in _FP8:
-        return gpu.tflops.get("fp8", narrow)
-    return narrow if dtype in (torch.bfloat16, torch.float16) else gpu.tflops["fp32"]
+        return gpu.tflops.get("fp8", gpu.tflops.get("bf16", plain))
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32") if dtype else "fp32"
+    return gpu.tflops.get(name, plain)

@@ -23,27 +23,29 @@ from narrowcast.kernels.launch import NO_MEMORY, Launcher
 META = torch.device("meta")
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
-_NARROW = _names(
+_NARROW = names(
     "linear matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm addbmm mv addmv einsum "
     "bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
     "prelu multi_dot scaled_dot_product_attention lstm_cell gru_cell rnn_tanh_cell "
     "rnn_relu_cell"
 )
 """Functions whose inputs autocast casts to 16 bits."""
-_WIDE_ON_GPU = _names(
-    "layer_norm native_layer_norm group_norm softmax log_softmax softmin "
-    "cross_entropy_loss cross_entropy nll_loss nll_loss_nd mse_loss l1_loss "
+_WIDE_ON_GPU = names(
+    "layer_norm native_layer_norm group_norm softmin nll_loss nll_loss_nd mse_loss l1_loss "
     "smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits cosine_similarity "
     "exp exp_ expm1 log log2 log10 log1p pow __pow__ __rpow__ reciprocal rsqrt softplus "
-    "sum cumsum cumprod prod norm logsumexp tan sinh cosh acos asin cdist erfinv"
+    "norm logsumexp tan sinh cosh acos asin cdist erfinv"
 )
-_WIDE_ON_CPU = _names("mse_loss cdist prod binary_cross_entropy grid_sample trace")
+_WIDE_RESULT = names("softmax log_softmax sum cumsum cumprod prod")
+"""Functions that autocast of a GPU asks for an fp32 result, unless they are given a format."""
+_WIDE_ON_CPU = names("mse_loss cdist prod binary_cross_entropy grid_sample trace")
 _HALVES = (torch.bfloat16, torch.float16)
-_READS = _names("__bool__ item tolist __int__ __float__ __index__ __contains__ numpy nonzero")
+_READS = names("__bool__ item tolist __int__ __float__ __index__ __contains__ numpy nonzero")
 _DEVICE_FLAGS: dict[Any, Callable[[str], bool]] = {
     Tensor.is_cuda: lambda kind: kind == "cuda",
     Tensor.is_cpu: lambda kind: kind == "cpu",
@@ -67,6 +69,8 @@ class StandIn(TorchFunctionMode):
         """Whether a value that is read counts as true or as one, as the check of gradients."""
         self.assumed = False
         """Whether the model took a branch by a value, which counted as true."""
+        self.launched: Callable[[Any], None] = lambda tensors: None
+        """Called with the tensors of each of our kernels, which is not run."""
         self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def forget_casts(self) -> None:
@@ -152,6 +156,11 @@ class StandIn(TorchFunctionMode):
                 return value
 
             return tree_map(narrow, args), tree_map(narrow, kwargs)
+        if name in _WIDE_RESULT and self.device.type == "cuda" and args and _is_half(args[0]):
+            formats = (kwargs.get("dtype"), *args[1:])
+            if not any(isinstance(each, torch.dtype) for each in formats):
+                kwargs = {**kwargs, "dtype": torch.float32}
+            return args, kwargs
         wide = _WIDE_ON_GPU if self.device.type == "cuda" else _WIDE_ON_CPU
         if name in wide:
 
@@ -200,8 +209,8 @@ def _is_meta(tensor: Tensor) -> bool:
 
 def _attention(mode: StandIn, func: Any, args: Any, kwargs: Any) -> Any:
     """Choose the kernel that the device would take."""
-    names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
-    inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+    keys = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
+    inputs = {**dict(zip(keys, args, strict=False)), **kwargs}
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     if torch.is_autocast_enabled(mode.device.type):
         (query, key, value), _ = mode._cast("linear", (query, key, value), {})
@@ -248,6 +257,39 @@ def _address(mode: StandIn, func: Any, args: Any, kwargs: Any) -> Any:
         return (tensor.untyped_storage()._cdata << 40) + tensor.storage_offset() * tensor.itemsize
 
 
+def _cross_entropy(mode: StandIn, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the loss as autocast of a GPU computes it: logarithms in 16 bits, then widened."""
+    logits, target, *rest = args
+    if not (
+        mode.device.type == "cuda"
+        and torch.is_autocast_enabled("cuda")
+        and _is_half(logits)
+        and logits.shape != target.shape
+    ):
+        return NotImplemented
+    logarithms = torch.log_softmax(logits, 0 if logits.dim() == 1 else 1).float()
+    # What the smoothing adds is a sum per row.
+    options = dict(zip(("weight", "reduction", "ignore_index"), rest, strict=False))
+    options |= {key: kwargs[key] for key in ("weight", "ignore_index") if key in kwargs}
+    return torch._C._nn.nll_loss_nd(logarithms, target, **options)
+
+
+def _softmax(mode: StandIn, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return fp32 of fp16 without a cast before it, for which GPUs have a kernel."""
+    wanted = kwargs.get("dtype", args[2] if len(args) > 2 else None)
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    cast = wanted is None and torch.is_autocast_enabled("cuda")
+    if (
+        mode.device.type != "cuda"
+        or not isinstance(dim, int)
+        or args[0].dtype != torch.float16
+        or not (cast or wanted == torch.float32)
+    ):
+        return NotImplemented
+    kernel = torch._softmax if func.__name__ == "softmax" else torch._log_softmax
+    return kernel(args[0], dim, True)
+
+
 def _same(mode: StandIn, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
@@ -265,6 +307,9 @@ def _index(mode: StandIn, func: Any, args: Any, kwargs: Any) -> Any:
 
 _SPECIAL: dict[str, Callable[[StandIn, Any, Any, Any], Any]] = {
     "scaled_dot_product_attention": _attention,
+    "cross_entropy_loss": _cross_entropy,
+    "softmax": _softmax,
+    "log_softmax": _softmax,
     "data_ptr": _address,
     "pin_memory": _same,
     "cpu": _same,
@@ -294,7 +339,9 @@ def without_device(mode: StandIn) -> Iterator[None]:
     launch = Launcher.__call__
 
     def skipped(self: Launcher, grid: Any, tensors: Any, *args: Any, **options: Any) -> None:
-        if not _is_meta(tensors[0]):
+        if _is_meta(tensors[0]):
+            mode.launched(tensors)
+        else:
             launch(self, grid, tensors, *args, **options)
 
     Launcher.__call__ = skipped  # type: ignore[method-assign]
