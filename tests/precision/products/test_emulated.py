@@ -532,3 +532,20 @@ def test_rows_of_several_lengths_are_those_of_one_after_the_other(policy):
     ):
         model(turned)
     assert run.step(found.values().float().square().mean()).applied
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_expert_products_run_in_the_policy_format(emulate):
+    generator = torch.Generator().manual_seed(0)
+    x, weights = (torch.randn(*shape, generator=generator) for shape in ((16, 32), (2, 32, 64)))
+    ends = torch.tensor([8, 16], dtype=torch.int32)
+    model = nn.Linear(64, 8)
+    run = nc.prepare(model, SGD(model.parameters(), lr=0.1), policy="bf16", emulate=emulate)
+    with run.autocast():
+        inside = F.grouped_mm(x, weights, offs=ends)
+    rows, experts = (rounded_bf16(t.numpy()) for t in (x, weights))
+    exact = np.concatenate([rows[:8] @ experts[0], rows[8:] @ experts[1]])
+    np.testing.assert_allclose(inside.float().numpy(), exact, rtol=2.0**-8, atol=2.0**-16)
+    assert F.grouped_mm(x, weights, offs=ends).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.grouped_mm(x, weights, offs=ends).dtype == torch.float32

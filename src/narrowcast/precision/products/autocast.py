@@ -11,6 +11,7 @@ import threading
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
 
@@ -75,3 +76,27 @@ def active_cache() -> dict[int, Any] | None:
     """
     stored: dict[int, Any] | None = getattr(_here, "cache", None)
     return stored
+
+
+def _grouped_product(
+    x: Tensor, weights: Tensor, *rest: Tensor | None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Multiply groups of rows by their expert's weights, in the format of the active region.
+
+    torch's autocast leaves this product in fp32, unlike all others.
+    """
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        if active_region() is not None and dtype in (torch.bfloat16, torch.float16):
+            x, weights = x.to(dtype), weights.to(dtype)
+        result: Tensor = torch.ops.aten._grouped_mm.default(x, weights, *rest, out_dtype=out_dtype)
+    return result
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA).add(
+    torch._C.DispatchKey.AutocastCPU
+)
+_LIBRARY = torch.library.Library("aten", "IMPL")
+for _key in ("AutocastCUDA", "AutocastCPU"):
+    _LIBRARY.impl("_grouped_mm", _grouped_product, _key)

@@ -37,7 +37,7 @@ PRODUCTS: frozenset[Any] = frozenset(
         torch.Tensor.mm, torch.Tensor.bmm, torch.Tensor.mv, torch.Tensor.matmul,
         torch.Tensor.addmm, torch.Tensor.addmv, torch.Tensor.addbmm, torch.Tensor.baddbmm,
         torch.Tensor.inner, torch.Tensor.dot, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__,
-        F.bilinear, F.scaled_dot_product_attention,
+        torch._grouped_mm, F.grouped_mm, F.bilinear, F.scaled_dot_product_attention,
         F.conv1d, F.conv2d, F.conv3d,
         F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
         torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
