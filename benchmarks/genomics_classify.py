@@ -2,14 +2,16 @@
 
 Run: python benchmarks/genomics_classify.py --raw DIR --json OUT [--only TEXT] [--seeds 3]
                                             [--minutes 60] [--device cuda] [--most 8000]
+                                            [--set KEY=VALUE …]
      python benchmarks/genomics_classify.py --page docs/workloads/genomics-results.md --from OUT
 
 A row is one task with one seed. Each is in the JSON as soon as it is there, and a row that the JSON
 already has is not trained again, so that a run goes on where a time limit stopped the last one.
 Every row is a run of `narrowcast train genomics/classify` with its defaults; the seed, the files,
 the alphabet and the target are all that is set. Numbers, of the baselines too, are those of its
-judged.json. Synthetic tasks are drawn by a fixed seed. `--most` takes a sample of larger training
-sets. The settings of the recipe were chosen on the validation parts of the tasks in CHOSEN_ON.
+judged.json. `--set` changes a setting, for a JSON of its own. Synthetic tasks are drawn by a fixed
+seed. `--most` takes a sample of larger training sets. The settings of the recipe were chosen on the
+validation parts of the tasks in CHOSEN_ON.
 """
 
 import argparse
@@ -196,7 +198,8 @@ def _csv(path: Path) -> Rows:
 
 def train(task: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Train one row, and return what its judged.json says."""
-    make, settings = TASKS[task]
+    make, described = TASKS[task]
+    settings = (*described, *args.set)
     parts = make(args.raw)
     sampled = len(parts["train"]) > args.most
     if sampled:
@@ -301,6 +304,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--most", type=int, default=8000)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--page", type=Path)
     parser.add_argument("--from", type=Path, dest="finished", metavar="JSON")
     args = parser.parse_args()
@@ -314,7 +318,11 @@ def main() -> None:
     ends = time.monotonic() + 60 * args.minutes
     for seed in range(args.seeds):
         for task in TASKS:
-            there = any(row["task"] == task and row["seed"] == seed for row in known)
+            settings = [*TASKS[task][1], *args.set]
+            there = any(
+                (row["task"], row["seed"], row["settings"]) == (task, seed, settings)
+                for row in known
+            )
             if there or args.only not in task or time.monotonic() > ends:
                 continue
             row = train(task, seed, args)

@@ -406,6 +406,14 @@ def test_checkpoints_that_need_remote_code_are_refused(nt, tmp_path):
         find_checkpoint(str(copy))
 
 
+def test_tokenizers_without_letters_are_refused(esm2, tmp_path):
+    copy = changed(esm2, tmp_path / "copy")
+    words = [f"{word}p" if word.isalpha() else word for word in ESM_TOKENS]
+    (copy / "vocab.txt").write_text("\n".join(words))
+    with pytest.raises(UnsupportedError, match="without single letters"):
+        loaded(copy, "protein")
+
+
 def test_settings_that_a_checkpoint_cannot_obey_are_refused(esm2, nt, tmp_path):
     dna_rows(tmp_path / "rows.csv", count=40)
     rows = f"data.path={tmp_path}/rows.csv"
@@ -466,7 +474,7 @@ def save_hyenadna(folder, length=48, width=8):
             f"{implicit}.pos_emb.t": time[None, :, None].clone(),
             f"{implicit}.modulation.deltas": deltas[None, None].clone(),
             f"{implicit}.implicit_filter.0.weight": drawn(6, 5),
-            f"{implicit}.implicit_filter.1.freq": 10 + drawn(1, 6),
+            f"{implicit}.implicit_filter.{1 + 2 * layer}.freq": 10 + drawn(1, 6),
             f"{implicit}.implicit_filter.2.weight": drawn(6, 6),
             f"{implicit}.implicit_filter.4.weight": drawn(6, 6),
             f"{implicit}.implicit_filter.6.weight": drawn(width, 6),
@@ -498,7 +506,7 @@ def hyenadna_by_definition(weights, ids):
         h = one[f"{implicit}.pos_emb.z"][0, :length]
         for at in (0, 2, 4):
             h = linear(h, f"{implicit}.implicit_filter.{at}")
-            h = torch.sin(one[f"{implicit}.implicit_filter.1.freq"] * h)
+            h = torch.sin(one[f"{implicit}.implicit_filter.{1 + 2 * layer}.freq"] * h)
         h = linear(h, f"{implicit}.implicit_filter.6")
         rates = one[f"{implicit}.modulation.deltas"][0].abs()
         h = h * (torch.exp(-one[f"{implicit}.pos_emb.t"][0, :length] * rates) + 0.05)

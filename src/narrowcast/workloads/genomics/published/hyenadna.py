@@ -96,7 +96,9 @@ def _renamed(weights: dict[str, Tensor], config: GenomicConfig, tokenizer: Token
         yield f"{ours}.mixer.short.bias", weights[f"{theirs}.mixer.short_filter.bias"]
         yield f"{ours}.mixer.filter.output", weights[f"{implicit}.implicit_filter.6.weight"]
         yield f"{ours}.mixer.filter.bias", weights[f"{implicit}.bias"][None]
-        frequency = weights[f"{implicit}.implicit_filter.1.freq"]
+        # All layers share it, and files keep one of its names.
+        names = (f"{implicit}.implicit_filter.{at}.freq" for at in (3, 5, 1))
+        frequency = weights[next((n for n in names if n in weights), f"{implicit}.freq")]
         yield f"{ours}.mixer.filter.frequency", frequency.flatten()
 
 

@@ -237,6 +237,11 @@ def _check_alphabet(
     """Check that a checkpoint knows the letters of the data, and not those of proteins too."""
     missing = [letter for letter in alphabet.letters if letter not in vocabulary]
     proteins = "E" in vocabulary and "F" in vocabulary
+    if any(letter not in vocabulary for letter in "ACGT"):
+        raise UnsupportedError(
+            f"model.path={checkpoint.name} has a tokenizer without single letters, as of structure "
+            "or codons. Use a checkpoint that reads plain sequences."
+        )
     if missing or (proteins and alphabet.name != "protein"):
         known = "protein" if proteins else "dna"
         raise ConfigError(
