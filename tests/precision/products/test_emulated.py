@@ -17,6 +17,7 @@ from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.emulated import linear_product, rounded_call
 from narrowcast.precision.products.modes import EmulatedProducts
 from narrowcast.precision.products.operands import ProductFormats
+from narrowcast.precision.products.regions import Pass, PreparedModel, Region, RegionEntry
 
 ROWS, IN, OUT = 32, 64, 32
 pytestmark = pytest.mark.usefixtures("guarded")
@@ -534,14 +535,13 @@ def test_rows_of_several_lengths_are_those_of_one_after_the_other(policy):
     assert run.step(found.values().float().square().mean()).applied
 
 
-@pytest.mark.parametrize("emulate", [False, True])
-def test_expert_products_run_in_the_policy_format(emulate):
+@pytest.mark.parametrize("native", [False, True])
+def test_expert_products_run_in_the_policy_format(native):
     generator = torch.Generator().manual_seed(0)
     x, weights = (torch.randn(*shape, generator=generator) for shape in ((16, 32), (2, 32, 64)))
     ends = torch.tensor([8, 16], dtype=torch.int32)
-    model = nn.Linear(64, 8)
-    run = nc.prepare(model, SGD(model.parameters(), lr=0.1), policy="bf16", emulate=emulate)
-    with run.autocast():
+    region = Region("bf16", not native, "cpu")
+    with Pass(RegionEntry(region, PreparedModel(nn.Linear(2, 2)))):
         inside = F.grouped_mm(x, weights, offs=ends)
     rows, experts = (rounded_bf16(t.numpy()) for t in (x, weights))
     exact = np.concatenate([rows[:8] @ experts[0], rows[8:] @ experts[1]])
