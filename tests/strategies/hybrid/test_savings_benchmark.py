@@ -1,11 +1,14 @@
 """What `benchmarks/hybrid.py` trains and counts is what its methods and its table say."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+
+from narrowcast.strategies.hybrid.report import WHICH_WHEN
 
 pytest.importorskip("sklearn")
 pytest.importorskip("scipy")
@@ -168,3 +171,23 @@ def test_all_that_questions_wait_for_is_noted_at_once_and_nothing_is_trained(stu
         with pytest.raises(UnfinishedError):
             asked.all(line, [run])
     assert [run.seed for run in asked.missing.values()] == [1, 2]
+
+
+def test_the_report_has_the_savings_that_were_measured():
+    results = Path(__file__).parents[3] / "benchmarks/results"
+    summaries = [
+        json.loads((results / f"{name}.json").read_text())["summary"]
+        for name in ("hybrid-cpu", "hybrid-library-cpu")
+    ]
+    tasks = [task for task in summaries[0] if "schedule-free" in summaries[0][task]["rows"]]
+    for label, shown in {
+        "narrowcast conservative": "hybrid, conservative",
+        "narrowcast balanced": "hybrid, balanced",
+        "schedule-free": "schedule-free",
+    }.items():
+        summary = next(s for s in reversed(summaries) if label in s[tasks[0]]["rows"])
+        rows = [summary[task]["rows"][label] for task in tasks]
+        savings = [row["saving"][0] for row in rows]
+        numbers = (sum(savings) / len(savings), min(savings), max(savings))
+        cells = "".join(f"<td>{number:.2f}</td>" for number in numbers)
+        assert f"<tr><td>{shown}</td>{cells}</tr>" in WHICH_WHEN

@@ -113,7 +113,7 @@ def strategy_line(record: StrategyRecord, task: TaskInfo) -> str:
             steps = count(int(record.values["steps"]), "step")
             return f"step {record.step}: {record.what}, {steps}: {record.why}"
         case "jump":
-            return f"step {record.step}: jump by {record.what}: {record.why}"
+            return f"step {record.step}: prediction of {record.what}: {record.why}"
         case "readout" if len(record.values) > 1:
             metric = task.headline
             each = [f"{name} {measured(metric, y)}" for name, y in record.values.items()]

@@ -38,8 +38,8 @@ from narrowcast.strategies.hybrid.readout.choice import STEP_COST
 SHORTEST_JUMP = 10
 """Steps of the shortest prediction, where `max_predict_steps` allows as many."""
 NO_PREDICTIONS = (
-    "predict and correct do not occur: with verified predictions, runs needed 0.99 to 1.06 times "
-    "the steps of tuned cosine in benchmarks. strategy.preset=aggressive has both phases"
+    "predict and correct do not occur, because they do not pay: in benchmarks, "
+    "strategy.preset=aggressive, which has them, saved fewer steps than balanced on every task"
 )
 
 
@@ -207,11 +207,12 @@ class PhaseCourse:
         began, account = time.perf_counter(), jumper.account
         result = jumper.decide()
         ending = "accepted" if result.accepted else "rejected"
+        steps = "1 step" if self._horizon == 1 else f"{self._horizon} steps"
         record = StrategyRecord(
             step=step,
             phase=self.phase,
             event="jump",
-            what=f"line, {self._horizon} {'step' if self._horizon == 1 else 'steps'}: {ending}",
+            what=f"{'half of ' * (result.scale == HALF)}{steps} along a line: {ending}",
             why=result.why,
             values={
                 "accepted": float(result.accepted),

@@ -22,6 +22,17 @@ from narrowcast.runs.task_info import Metric, TaskInfo
 WIDE, HIGH = 900.0, 300.0
 LEFT, RIGHT, TOP, BELOW = 64.0, 12.0, 28.0, 48.0
 STRIP = 26.0
+WHICH_WHEN = (
+    "<h3>Against other methods</h3><p>Not measured in this run: steps that tuned cosine needs for "
+    "the loss of a method, per step of the method. Mean and range over six small tasks "
+    "(benchmarks/hybrid.py).</p><div class='scroll'><table>"
+    "<tr><th>method</th><th>saving</th><th>least</th><th>most</th></tr>"
+    "<tr><td>cosine</td><td>1.00</td><td></td><td></td></tr>"
+    "<tr><td>hybrid, conservative</td><td>1.14</td><td>0.96</td><td>1.28</td></tr>"
+    "<tr><td>hybrid, balanced</td><td>1.28</td><td>1.15</td><td>1.39</td></tr>"
+    "<tr><td>schedule-free</td><td>1.21</td><td>0.75</td><td>1.50</td></tr></table></div>"
+)
+"""Published in the docs with the table that it is from."""
 
 
 def report_sections(records: Sequence[Record], task: TaskInfo) -> list[ReportSection]:
@@ -34,6 +45,7 @@ def report_sections(records: Sequence[Record], task: TaskInfo) -> list[ReportSec
             _phases(events, records),
             _readouts(events, task.headline),
             _compared(events, records, task.headline),
+            WHICH_WHEN,
             _jumps(events),
             _summed_up(events),
         ]
@@ -64,7 +76,7 @@ def _phases(events: Sequence[StrategyRecord], records: Sequence[Record]) -> str:
     strip = drawing(marks, width=WIDE, height=STRIP + 32, alt=about, most=WIDE, least=480)
     shades = [(colour(n), name) for n, name in enumerate(names)]
     if any(record.event == "jump" for record in events):
-        shades += [(colour(4), "jump rejected"), (colour(5), "jump accepted")]
+        shades += [(colour(4), "prediction rejected"), (colour(5), "prediction accepted")]
     return f"<h3>Phases</h3>{strip}{legend(shades)}"
 
 
@@ -197,8 +209,10 @@ def _jumps(events: Sequence[StrategyRecord]) -> str:
         f"<td>{r.values.get('confidence', 0):.2f}</td><td>{r.seconds:.2f}</td></tr>"
         for r in tried[:100]
     )
-    head = "<tr><th>step</th><th>jump</th><th>why</th><th>confidence</th><th>seconds</th></tr>"
-    return f"<h3>Jumps</h3><div class='scroll'><table>{head}{rows}</table></div>"
+    head = (
+        "<tr><th>step</th><th>prediction</th><th>why</th><th>confidence</th><th>seconds</th></tr>"
+    )
+    return f"<h3>Predictions</h3><div class='scroll'><table>{head}{rows}</table></div>"
 
 
 def _summed_up(events: Sequence[StrategyRecord]) -> str:
