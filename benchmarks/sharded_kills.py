@@ -337,9 +337,6 @@ def main_of_recipe(options: argparse.Namespace) -> int:
     if options.json:
         figures = {
             "environment": describe_machine(),
-            "commit": subprocess.run(
-                ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-            ).stdout.strip(),
             "seed": options.seed,
             "recipe": RECIPE,
             "kills": rows,
