@@ -155,3 +155,17 @@ def test_a_native_layer_has_gradients_of_each_sample():
     for found, sample in zip(each, x, strict=True):
         (alone,) = torch.autograd.grad(layer(sample).float().pow(2).mean(), layer.weight)
         assert_close(found, alone)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_output_of_rows_that_fill_no_tile_may_be_written_in_place(device):
+    """Seven rows are padded to sixteen for the product; models mask what a layer returns."""
+    policy = POLICIES["fp8-tensor"]
+    require(device, policy)
+    native, _ = pair(policy, device)
+    output = native(torch.randn(7, 64, device=device))
+    output[torch.arange(7, device=device) % 2 == 0] = 0.0
+    assert output.shape == (7, 32)
+    output.float().sum().backward()
+    bias = native.bias.grad
+    assert torch.equal(bias, torch.full_like(bias, 3.0))  # the rows that were left

@@ -183,6 +183,9 @@ class _Fp8Product(torch.autograd.Function):
             fast=formats.fast,
             bias=bias,
         )
+        if output.shape[0] != x.shape[0] and not torch.compiler.is_compiling():
+            # Not as a view: torch forbids writes in place to one that is made in here.
+            output = output.resize_(x.shape[0], output.shape[1])
         output = _first(output, x.shape[0])
         ctx.save_for_backward(
             x_columnwise if fp8_x else x,
