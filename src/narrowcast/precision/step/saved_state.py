@@ -166,11 +166,17 @@ def _without_tensors(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[s
 
 def collect_state(engine: Engine) -> dict[str, Any]:
     """Return the state of a run, in tensors of the run itself. Waits for the device."""
+    state = collect_parts(engine)
+    return {**state, OUTLINE: state_outline(state)}
+
+
+def collect_parts(engine: Engine) -> dict[str, Any]:
+    """Return the state without the outline that says which shapes belong to it."""
     engine.log.sync()
     # Otherwise a continued run and a resumed one would differ.
     engine.take_back_first_scales()
     average, lookahead = engine.weights.average, engine.weights.lookahead
-    state = {
+    return {
         "policy": str(engine.plan.policy),
         "weights": engine.model.state_dict(),
         "beside_model": _extra_parameters(engine),
@@ -185,7 +191,6 @@ def collect_state(engine: Engine) -> dict[str, Any]:
         "rows": engine.plan.rows.to_json(),
         "stats": engine.log.stats.state_dict(),
     }
-    return {**state, OUTLINE: state_outline(state)}
 
 
 def load_state(engine: Engine, state: dict[str, Any]) -> None:

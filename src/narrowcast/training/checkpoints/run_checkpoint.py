@@ -18,7 +18,7 @@ from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.saved_state import (
     OUTLINE,
-    collect_state,
+    collect_parts,
     load_state,
     state_outline,
 )
@@ -247,15 +247,14 @@ def run_targets(state: dict[str, Any], *, name: str) -> dict[str, Tensor]:
 
 def _collect(run: Prepared) -> dict[str, Any]:
     run.engine.weights.ownership.check_not_swapped(doing="save_checkpoint()")
-    state = collect_state(run.engine)
-    return {part: value for part, value in state.items() if part != OUTLINE}
+    return collect_parts(run.engine)
 
 
 def _targets(run: Prepared) -> Callable[[str], Tensor | None]:
     """Return a function from the name of a saved tensor to the one that it is loaded into."""
     run.engine.weights.ownership.check_not_swapped(doing="load_checkpoint()")
     weights = run.engine.weights
-    targets = run_targets(collect_state(run.engine), name=RUN)
+    targets = run_targets(collect_parts(run.engine), name=RUN)
     # A run without steps has no moments and no lookahead points yet.
     for i, weight in enumerate(weights.all):
         targets.setdefault(f"{RUN}/lookahead/leads/{i}", weight)
