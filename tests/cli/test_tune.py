@@ -41,7 +41,7 @@ def test_the_budget_may_follow_as_separate_terms(narrowcast, tiny):
 def test_mistakes_are_found_before_anything_is_measured(narrowcast, tiny, tmp_path):
     for arguments, message in {
         ("--budget", "loss=1"): "cannot be read. Write e.g. loss=0.5%",
-        ("hardware=h2000",): "hardware must be one of a100",
+        ("hardware=h2000",): "hardware must be one of v100",
         ("-o", str(tmp_path / "none" / "p.yaml")): "there is no folder",
         ("-o", "p.txt"): "must name a .yaml file",
         ("--budget", "time=80%", "device=cpu"): "needs the rates of a GPU",

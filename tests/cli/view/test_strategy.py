@@ -33,4 +33,4 @@ def jump(what, **values):
 
 def test_a_jump_is_shown_with_its_result():
     line = strategy_line(jump("line, 1 step: rejected", horizon=1.0), TaskInfo())
-    assert line == "step 62: jump by line, 1 step: rejected: the loss rose by 0.1"
+    assert line == "step 62: prediction of line, 1 step: rejected: the loss rose by 0.1"

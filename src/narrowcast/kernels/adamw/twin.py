@@ -196,9 +196,9 @@ def random_bits(count: int, *, step: float, position: int, device: torch.device)
     """Return 32 random bits per element, as int64. Use bits 7 and up: the lowest are poor."""
     seed = mix(torch.tensor((int(step) * 0x9E3779B9) & 0xFFFFFFFF) ^ mix(torch.tensor(position)))
     spread, stir = MULTIPLIERS
-    x = (torch.arange(count) * spread + seed) & 0xFFFFFFFF
+    x = (torch.arange(count, device=device) * spread + seed) & 0xFFFFFFFF
     x = x ^ (x >> 13)
-    return ((x * stir) & 0xFFFFFFFF).to(device)
+    return (x * stir) & 0xFFFFFFFF
 
 
 def mix(x: Tensor) -> Tensor:
