@@ -16,7 +16,7 @@ from narrowcast.hardware.catalog import GPUS_PER_NODE, find_data_sheet
 from narrowcast.numerics import FORMATS
 from narrowcast.precision.plan.plan import Plan, with_losses
 from narrowcast.precision.plan.policy import Policy, policy_from
-from narrowcast.precision.plan.rank_costs import choose_strategy, rank_costs
+from narrowcast.precision.plan.rank_costs import RankCosts, choose_strategy, rank_costs
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.phrases import size
 from narrowcast.runs import Record
@@ -148,12 +148,12 @@ def plan_json(
     return info if ranks is None else {**info, "parallel": ranks}
 
 
-def ranks_row(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
-    """Return the predicted memory and traffic of one of `parallel.ranks`; None for one rank."""
-    settings, gpu = recipe.parallel, find_data_sheet(plan.hardware)
-    if settings.ranks in (None, 1):
+def costs_per_rank(recipe: Recipe, plan: Plan) -> RankCosts | None:
+    """Return what one of `parallel.ranks` stores and sends; None for one rank."""
+    settings = recipe.parallel
+    if settings.ranks is None or settings.ranks == 1:
         return None
-    costs = rank_costs(
+    return rank_costs(
         plan,
         ranks=settings.ranks,
         strategy=choose_strategy(
@@ -162,6 +162,13 @@ def ranks_row(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
         shard=settings.shard or min(GPUS_PER_NODE, settings.ranks),
         micro_batches=recipe.gradient_accumulation_steps,
     )
+
+
+def ranks_row(recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
+    """Return the predicted memory and traffic of one of `parallel.ranks`; None for one rank."""
+    costs, gpu = costs_per_rank(recipe, plan), find_data_sheet(plan.hardware)
+    if costs is None:
+        return None
     row = {**costs.to_json(), "predicted": True}
     if gpu is None:
         return row

@@ -11,7 +11,7 @@ import torch
 from narrowcast.config import LoadedRecipe, Recipe
 from narrowcast.errors import ConfigError, UnsupportedError
 from narrowcast.hardware import Hardware
-from narrowcast.hardware.catalog import GPUS_PER_NODE, find_data_sheet
+from narrowcast.hardware.catalog import find_data_sheet
 from narrowcast.hardware.profile import peak_bytes
 from narrowcast.precision.estimate.dry_run import StepEstimate, estimate_step
 from narrowcast.precision.estimate.planning import recompute_fewest
@@ -19,10 +19,10 @@ from narrowcast.precision.estimate.seconds import StepSeconds, step_seconds
 from narrowcast.precision.nested import map_tensors
 from narrowcast.precision.plan.memory import Memory, MemoryEstimate, block_names, parse_bytes
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.plan.rank_costs import choose_strategy, rank_costs
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.weights.trained import bytes_by_role
 from narrowcast.report.phrases import size
+from narrowcast.runner.assemble import costs_per_rank
 from narrowcast.runner.changes import PLAN
 from narrowcast.runs import strict_json
 from narrowcast.training.data import fetch
@@ -458,19 +458,9 @@ def _rows_per_rank(recipe: Recipe) -> int:
 
 def _of_rank(recipe: Recipe, plan: Plan, memory: MemoryEstimate) -> MemoryEstimate:
     """Return what one of several ranks needs: shards, and buffers of collectives."""
-    settings = recipe.parallel
-    if settings.ranks in (None, 1):
+    costs = costs_per_rank(recipe, plan)
+    if costs is None:
         return memory
-    assert settings.ranks is not None
-    costs = rank_costs(
-        plan,
-        ranks=settings.ranks,
-        strategy=choose_strategy(
-            plan, settings.strategy, ranks=settings.ranks, per_machine=GPUS_PER_NODE
-        ),
-        shard=settings.shard or min(GPUS_PER_NODE, settings.ranks),
-        micro_batches=recipe.gradient_accumulation_steps,
-    )
     roles = dict(memory.roles)
     before = sum(roles.values())
     for role, stored in costs.bytes.items():
