@@ -28,11 +28,12 @@ class Gpu:
     """GB/s to the GPU's own memory."""
 
 
-# Rates are dense: where a data sheet has them only "with sparsity", they are halved. From NVIDIA's
-# data sheets of the V100, T4, A100, L4, L40S, H100, H200 and HGX B200 (180 GB), and from its
-# whitepapers of GA102 and Ada for the GeForce cards, whose 16-bit and fp8 products run at half rate
-# when they add in fp32, as training does. The T4's bandwidth is that of its memory clock; its data
-# sheet rounds to 300.
+# Rates are dense: where a data sheet has them only "with sparsity", they are halved. They are those
+# that NVIDIA publishes for the V100, T4, A100, L4, L40S, H100, H200 and HGX B200 (180 GB), and for
+# the GeForce cards in the whitepapers of GA102 and Ada, mostly read in copies and comparisons. The
+# 16-bit rates of the RTX 3090 have no such source. Products of GeForce cards in 16 bits and fp8 run
+# at half rate when they add in fp32, as training does. The T4's bandwidth is that of its memory
+# clock; its data sheet rounds to 300.
 _HOPPER = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
 _AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}
 GPUS = {
@@ -71,7 +72,8 @@ GPUS = {
                    tflops={"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3},
                    bandwidth=1008),
 }  # fmt: skip
-"""Usable memory is below the figure on the box: what torch reports as the total of the device."""
+"""Usable memory is below the figure on the box. It is the total that torch reports for the T4, the
+cards with 80 GB and the H200, and an estimate for the others."""
 
 
 def find_gpu(name: str) -> Gpu:
