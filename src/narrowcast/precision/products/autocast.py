@@ -78,19 +78,16 @@ def active_cache() -> dict[int, Any] | None:
     return stored
 
 
-def _grouped_product(
-    x: Tensor, weights: Tensor, *rest: Tensor | None, out_dtype: torch.dtype | None = None
-) -> Tensor:
+def _grouped_product(x: Tensor, weights: Tensor, *rest: Any, **settings: Any) -> Tensor:
     """Multiply groups of rows by their expert's weights, in the format of the active region.
 
     torch's autocast leaves this product in fp32, unlike all others.
     """
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(x.device.type)
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         if active_region() is not None and dtype in (torch.bfloat16, torch.float16):
             x, weights = x.to(dtype), weights.to(dtype)
-        result: Tensor = torch.ops.aten._grouped_mm.default(x, weights, *rest, out_dtype=out_dtype)
+        result: Tensor = torch.ops.aten._grouped_mm.default(x, weights, *rest, **settings)
     return result
 
 
