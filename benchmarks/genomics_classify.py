@@ -238,12 +238,12 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             continue
         metric = mine[0]["test"]["metric"]
         values = np.array([row["test"]["value"] for row in mine])
-        found: dict[str, list[float]] = {}
+        by_rival: dict[str, list[float]] = {}
         for row in mine:
             for name, measured in row["test"]["rows"].items():
                 kind = "k-mers" if name.startswith("k-mers") else name
-                found.setdefault(kind, []).append(measured[metric])
-        means = {name: float(np.mean(each)) for name, each in found.items()}
+                by_rival.setdefault(kind, []).append(measured[metric])
+        means = {name: float(np.mean(each)) for name, each in by_rival.items()}
         yield {
             "task": task,
             "metric": metric,

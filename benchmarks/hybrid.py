@@ -73,14 +73,14 @@ def main() -> None:
         if closed := set(names) - set(CHOSEN_ON):
             parser.error(f"no constant is chosen on {', '.join(closed)}; --tasks names others")
         for name in names:
-            found = ablate(
+            ablation = ablate(
                 runs,
                 TASKS[name](args.data),
                 names=args.ablate,
                 seeds=args.seeds,
                 factors=args.factors,
             )
-            print(f"\n{name}\n\n{table(found)}")
+            print(f"\n{name}\n\n{table(ablation)}")
         return
     try:
         for name in () if args.table else names:
@@ -91,9 +91,9 @@ def main() -> None:
     except TimeoutError:
         print("the time is over; call again to go on")
     runs.until = 0.0
-    found = summary(runs, [TASKS[name](args.data) for name in names])
-    runs.write(tasks=names, summary=found)
-    print("\n" + markdown(found))
+    totals = summary(runs, [TASKS[name](args.data) for name in names])
+    runs.write(tasks=names, summary=totals)
+    print("\n" + markdown(totals))
 
 
 if __name__ == "__main__":

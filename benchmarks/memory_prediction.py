@@ -146,10 +146,14 @@ def predicted(
     }
     gpu = find_data_sheet(hardware)
     if gpu is not None:
-        kept = sum(plan.bytes.get(role, 0) for role in ("params", "master", "moments", "grads"))
+        state_bytes = sum(
+            plan.bytes.get(role, 0) for role in ("params", "master", "moments", "grads")
+        )
         row["ms"] = (
             1e3
-            * step_seconds(step.ops, gpu, state_bytes=2 * kept, captured=mode == "graphed").seconds
+            * step_seconds(
+                step.ops, gpu, state_bytes=2 * state_bytes, captured=mode == "graphed"
+            ).seconds
         )
     return row
 
@@ -296,8 +300,8 @@ def resident(key: str) -> int:
 def growth(terms: list[str]) -> int:
     """Return how much resident memory a run takes at its peak; a small run loads what all need."""
     small = ["model.layers=2", "model.width=64", "batch_size=1", "data.length=64"]
-    kept = [each for each in terms if each.partition("=")[0] not in ("batch_size", "data.length")]
-    for each in ([*kept, *small], terms):
+    others = [each for each in terms if each.partition("=")[0] not in ("batch_size", "data.length")]
+    for each in ([*others, *small], terms):
         loaded = nc.load_recipe("quickstart", each)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)

@@ -181,9 +181,9 @@ def test_damaged_or_missing_results_do_not_stop_a_report(tmp_path):
 
 def test_forecasts_that_are_not_finite_are_no_success(tmp_path):
     forecaster = Forecaster(table(wide=True), shift=float("nan"))
-    found = forecaster.summarised(residuals=torch.full((30, 3, HORIZON), torch.nan))
-    assert found.model.mae is None
-    results.write(tmp_path, found)
+    summary = forecaster.summarised(residuals=torch.full((30, 3, HORIZON), torch.nan))
+    assert summary.model.mae is None
+    results.write(tmp_path, summary)
     accuracy = report.sections(tmp_path, [])[0].html
     assert '<li class="bad">The errors are not finite' in accuracy
 

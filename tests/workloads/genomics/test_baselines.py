@@ -34,8 +34,8 @@ def examples(sequences, targets, tokenizer=TOKENS):
 
 def counted(features, sequences, tokenizer=TOKENS):
     rows = examples(sequences, [0] * len(sequences), tokenizer)
-    found = features.indices(rows.__getitems__([*range(len(sequences))])["tokens"])
-    return torch.stack([torch.bincount(row, minlength=features.size + 1)[:-1] for row in found])
+    indices = features.indices(rows.__getitems__([*range(len(sequences))])["tokens"])
+    return torch.stack([torch.bincount(row, minlength=features.size + 1)[:-1] for row in indices])
 
 
 def test_kmers_are_counted_as_scikit_learn_counts_them():
@@ -145,9 +145,9 @@ def test_a_verdict_is_by_the_interval():
     rng, target = np.random.default_rng(0), OneClass(classes=("0", "1"))
     truth = rng.integers(2, size=400)
     right, poor = np.eye(2)[truth], np.eye(2)[rng.integers(2, size=400)]
-    found = compare(truth, right, poor, target)
-    assert (found["verdict"], found["value"]) == ("beats", 1.0)
-    assert found["low"] < found["gain"] < found["high"]
+    comparison = compare(truth, right, poor, target)
+    assert (comparison["verdict"], comparison["value"]) == ("beats", 1.0)
+    assert comparison["low"] < comparison["gain"] < comparison["high"]
     assert compare(truth, poor, right, target)["verdict"] == "is worse than"
     same = compare(truth, poor, poor, target)
     assert (same["verdict"], same["gain"]) == ("does not beat", 0.0)

@@ -63,13 +63,13 @@ def test_what_is_judged_at_the_end_is_what_was_judged_before(run):
 
 def test_a_result_stands_beside_its_baselines(run):
     home, _, _, sets = run
-    beside = sets["test"]["comparison"]
-    names = list(beside["rows"])
+    comparison = sets["test"]["comparison"]
+    names = list(comparison["rows"])
     assert names[:2] == ["network and linear model", "network alone"]
     assert names[2].startswith("k-mers up to")
     assert names[3] == "letters by position"
-    assert beside["best"] == names[2]
-    assert beside["gain"] == pytest.approx(beside["value"] - beside["baseline"])
+    assert comparison["best"] == names[2]
+    assert comparison["gain"] == pytest.approx(comparison["value"] - comparison["baseline"])
     page = (home / "run/report.html").read_text()
     assert "Baselines" in page
     assert "letters by position" in page

@@ -43,11 +43,11 @@ def learned(method, template, tasks, models):
 
 
 def test_held_out_questions_are_not_learned(template, tasks):
-    asked = {question.prompt for question in tasks[0].questions}
+    prompts = {question.prompt for question in tasks[0].questions}
     rows = [tuple(tasks[0].train.rows.row(n)[0].tolist()) for n in range(len(tasks[0].train))]
-    assert len(asked) == 4
+    assert len(prompts) == 4
     assert len(rows) == 260 - 4
-    assert not any(row[: len(prompt)] == prompt for prompt in asked for row in rows)
+    assert not any(row[: len(prompt)] == prompt for prompt in prompts for row in rows)
 
 
 def test_frozen_rows_stay_through_all_tasks(template, tasks):

@@ -66,8 +66,8 @@ def test_activities_are_root_mean_squares_of_standardised_channels(model, docume
         if count >= 2
     }
     assert {each.token: each.activity for each in first.tokens} == pytest.approx(expected, rel=1e-4)
-    found = [each.activity for each in first.tokens]
-    assert found == sorted(found, reverse=True)
+    activities = [each.activity for each in first.tokens]
+    assert activities == sorted(activities, reverse=True)
     assert first.occurrences[0].activity == pytest.approx(
         activity.max() / activity.mean(), rel=1e-4
     )

@@ -22,8 +22,8 @@ CHOICES = ["blue", "green", "white"]
 def home(tmp_path):
     rows = [{"prompt": f"Say {n}.", "completion": f"It is {n}."} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    asked = [{"question": text, "answer": answer} for text, answer in QUESTIONS]
-    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    questions = [{"question": text, "answer": answer} for text, answer in QUESTIONS]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, questions)))
     task = {
         "task": "colours", "dataset_path": "json", "test_split": "test",
         "dataset_kwargs": {"data_files": {"test": str(tmp_path / "asked.jsonl")}},
